@@ -1,0 +1,1 @@
+"""The one file that goes into the training job."""

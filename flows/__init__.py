@@ -1,0 +1,1 @@
+"""Flows: orchestration only. Read them first; each calls verbs of tasks/."""

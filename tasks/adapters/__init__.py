@@ -1,0 +1,1 @@
+"""One outside thing a file, each behind a Protocol of ports.py."""

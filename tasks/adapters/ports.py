@@ -1,0 +1,85 @@
+"""The seams between rankwatch and the outside world, one Protocol each.
+
+Each has a real part in this folder and a fake one in tests/fakes.py; one contract test runs over both.
+"""
+
+from typing import Any, Protocol
+
+from tasks.hang.run import Attempt, Node
+
+
+class NodePort(Protocol):
+    """Runs an operation of node_part.py on a node of the training run."""
+
+    def call(self, node: Node, request: dict[str, Any], *, deadline_s: float) -> dict[str, Any]:
+        """Send `request` to `node` and return the answer of node_part.handle.
+
+        Raises:
+            NodeError: the node is gone, refuses the task, or did not answer within `deadline_s` seconds.
+        """
+        ...
+
+
+class RasSource(Protocol):
+    """Where reports come from."""
+
+    def status(self, attempt: Attempt) -> bytes:
+        """One report, raw JSON as received.
+
+        Raises:
+            RasError: there is none; the leaf says why.
+        """
+        ...
+
+    def text(self, attempt: Attempt) -> str:
+        """NCCL's own report for people.
+
+        Raises:
+            RasError: there is none; the leaf says why.
+        """
+        ...
+
+
+class RunDirectory(Protocol):
+    """Finds the ranks of a training run."""
+
+    def find(self, run_name: str) -> Attempt:
+        """The newest attempt of the run, with host and pid of each world rank.
+
+        Raises:
+            RunNotFound: no run of that name.
+            ClusterError: the cluster cannot be asked.
+        """
+        ...
+
+
+class VerdictChannel(Protocol):
+    """Carries a verdict to the in-job part, and its acknowledgement back."""
+
+    def post(self, run_id: str, verdict: dict[str, Any]) -> None:
+        """Publish `verdict` (incident, attempt, pids, message, ranks) for the run."""
+        ...
+
+    def acknowledged(self, run_id: str, incident: str) -> bool:
+        """Whether the in-job part says that it failed the attempt for this incident."""
+        ...
+
+
+class ObjectStore(Protocol):
+    """Keeps evidence under names relative to a storage path."""
+
+    def put(self, name: str, content: bytes) -> str:
+        """Write whole or not at all; returns where it is. Raises StoreError."""
+        ...
+
+    def put_if_absent(self, name: str, content: bytes) -> bool:
+        """Write only if there is nothing under that name; says whether it wrote. Raises StoreError."""
+        ...
+
+    def get(self, name: str) -> bytes | None:
+        """The content, or None where there is nothing. Raises StoreError."""
+        ...
+
+    def names(self, prefix: str) -> list[str]:
+        """All names under `prefix`, sorted. Raises StoreError."""
+        ...
