@@ -1,0 +1,63 @@
+"""One hang, told once.
+
+An incident is a run, an attempt and the moment of the first freeze. Communicators that freeze with it are its
+members: one stuck tensor-parallel group that stalls four others is one incident and one restart.
+"""
+
+import hashlib
+from datetime import UTC, datetime
+from typing import Literal
+
+from msgspec import Struct
+
+from tasks.hang.window import Window
+
+Phase = Literal["confirmed", "diagnosed", "decided", "acted", "closed"]
+PHASES: tuple[Phase, ...] = ("confirmed", "diagnosed", "decided", "acted", "closed")
+
+
+class Incident(Struct, frozen=True, kw_only=True):
+    """A confirmed hang.
+
+    Args:
+        incident_id: 12 hexadecimal digits, the same for everyone who saw the same freeze.
+        opened_at: When a report first showed the counts that did not move any more (UTC).
+        members: Keys of the communicators that stand still, those that did so first in front.
+    """
+
+    incident_id: str
+    run_name: str
+    attempt_id: str
+    opened_at: datetime
+    members: tuple[str, ...]
+
+    @property
+    def folder(self) -> str:
+        """Name of its evidence folder."""
+        return f"incident-{self.opened_at.astimezone(UTC):%Y%m%dT%H%M%SZ}-{self.incident_id[:8]}"
+
+
+def incident_of(run_name: str, window: Window) -> Incident | None:
+    """The incident that a window holds, None where nothing is confirmed.
+
+    Its moment is that of the earliest confirmed freeze, so a communicator that is confirmed later joins the
+    incident instead of opening another one.
+    """
+    confirmed = window.confirmed
+    if not confirmed:
+        return None
+    opened_at = min(freeze.since for freeze in confirmed.values())
+    stalled = sorted(window.stalled.items(), key=lambda item: (item[1].since, item[1].size, item[0]))
+    text = f"{run_name}\n{window.attempt_id}\n{opened_at.astimezone(UTC).isoformat()}"
+    return Incident(
+        incident_id=hashlib.sha256(text.encode()).hexdigest()[:12],
+        run_name=run_name,
+        attempt_id=window.attempt_id,
+        opened_at=opened_at,
+        members=tuple(key for key, _ in stalled),
+    )
+
+
+def manual_folder(at: datetime) -> str:
+    """Folder of a capture that a person asked for."""
+    return f"manual-{at.astimezone(UTC):%Y%m%dT%H%M%SZ}"

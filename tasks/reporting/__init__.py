@@ -1,0 +1,1 @@
+"""What people read: texts and pages made from values. Pure."""

@@ -1,0 +1,171 @@
+"""Every recorded answer of NCCL's server parses to the right thing, or to the right error."""
+
+import contextlib
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tasks.hang.counts import minority, sides, skewed
+from tasks.hang.errors import RasError, RasMalformed, RasTruncated
+from tasks.hang.report import parse_report
+from tests.reports import RUNNING, communicator, missing, rank, report, world
+
+DATA = Path(__file__).parents[1] / "data" / "ras"
+JSON_FILES = sorted(DATA.glob("v*/**/*.json"))
+OTHER_FILES = sorted(p for p in DATA.glob("v*/**/*") if p.is_file() and p.suffix != ".json")
+
+
+def decoded(raw: bytes):
+    return [record.decode() for record in parse_report(raw).records.values()]
+
+
+@pytest.mark.parametrize("path", JSON_FILES, ids=lambda p: str(p.relative_to(DATA)))
+def test_a_recorded_report_is_read_in_full(path):
+    raw = path.read_bytes()
+    parsed = parse_report(raw)
+    document = json.loads(raw) if not parsed.repaired else None
+    if document is None:
+        assert path.parts[-2] == "v2.28.9"
+        return
+    expected = [c for c in document["communicators"] if c["size"]]
+    assert len(parsed.records) == len(expected)
+    assert parsed.timeouts_count == document["ras"]["timeouts_count"]
+    for wanted, record in zip(expected, parsed.records.values(), strict=True):
+        got = record.decode()
+        assert got.key == f"{wanted['hash']}/{wanted['secondary_hash']}"
+        assert [(r.rank, r.host, r.pid) for r in got.ranks] == [
+            (r["rank"], r["host"], r["pid"]) for r in wanted["ranks"]
+        ]
+        assert [dict(r.counts) for r in got.ranks] == [r["collective_counts"] for r in wanted["ranks"]]
+        assert [(m.rank, m.unresponsive, m.considered_dead) for m in got.missing] == [
+            (m["rank"], m["status"]["unresponsive"], m["status"]["considered_dead"])
+            for m in wanted["missing_ranks"]
+        ]
+
+
+@pytest.mark.parametrize("path", OTHER_FILES, ids=lambda p: str(p.relative_to(DATA)))
+def test_anything_else_that_was_recorded_is_refused_as_no_report(path):
+    with pytest.raises(RasMalformed, match="not a RAS report"):
+        parse_report(path.read_bytes())
+
+
+def test_recorded_files_are_there():
+    assert len(JSON_FILES) > 40
+    assert len(OTHER_FILES) > 40
+
+
+@pytest.mark.parametrize(
+    ("name", "lagging", "leading"),
+    [
+        ("mismatch_one_rank_behind_n8", (5,), (0, 1, 2, 3, 4, 6, 7)),
+        ("mismatch_one_rank_ahead_n8", (0, 1, 2, 4, 5, 6, 7), (3,)),
+        ("mismatch_wrong_collective_n8", (5,), (0, 1, 2, 3, 4, 6, 7)),
+    ],
+)
+def test_the_sides_of_a_recorded_mismatch(name, lagging, leading):
+    (found,) = decoded((DATA / "v2.30.7" / f"{name}.json").read_bytes())
+    assert sides(found.counts) == (lagging, leading)
+
+
+def test_the_missing_comma_of_nccl_2_28_is_mended_and_the_missing_rank_is_read():
+    parsed = parse_report((DATA / "v2.28.9" / "killed_proc_one_comm_n8.json").read_bytes())
+    assert parsed.repaired
+    (record,) = parsed.records.values()
+    assert [m.rank for m in record.decode().missing] == [6]
+
+
+def test_a_cut_report_is_truncated_wherever_it_is_cut():
+    raw = report(world(5, 4), world(5, 5, name="0xb"))
+    end = raw.rstrip()
+    for length in range(1, len(end)):
+        with pytest.raises(RasTruncated):
+            parse_report(end[:length])
+    assert len(parse_report(end).records) == 2
+
+
+def test_a_cut_report_of_nccl_2_28_is_truncated_too():
+    raw = (DATA / "v2.28.9" / "killed_proc_one_comm_n8.json").read_bytes()
+    with pytest.raises(RasTruncated):
+        parse_report(raw[:-40])
+
+
+def test_equal_hash_with_other_secondary_hash_is_another_communicator():
+    parsed = parse_report(report(world(5, 4, secondary="0x1:0x1"), world(9, 9, secondary="0x1:0x2")))
+    assert list(parsed.records) == ["0xa/0x1:0x1", "0xa/0x1:0x2"]
+
+
+def test_a_record_without_identity_is_dropped_and_counted():
+    parsed = parse_report(report({**world(), "hash": "0x0", "size": 0}, world(1, 1)))
+    assert (len(parsed.records), parsed.dropped) == (1, 1)
+
+
+def test_a_function_that_one_rank_does_not_name_is_a_mismatch():
+    (found,) = decoded(report(communicator([rank(0, {"AllToAll": 3, "AllReduce": 5}), rank(1, 5)])))
+    assert skewed(found.counts) == ("AllToAll",)
+
+
+@pytest.mark.parametrize(
+    ("status", "expected"),
+    [
+        ({}, "RUNNING"),
+        ({"init_state": 7}, "INIT"),
+        ({"init_state": 2}, "INIT"),
+        ({"finalize_called": True}, "FINALIZE"),
+        ({"destroy_flag": True}, "FINALIZE"),
+        ({"destroy_flag": True, "abort_flag": True}, "ABORT"),
+        ({"abort_flag": None}, "UNKNOWN"),
+        ({"init_state": None}, "UNKNOWN"),
+    ],
+)
+def test_the_status_word_of_a_rank(status, expected):
+    (found,) = decoded(report(communicator([rank(0, 1, status={**RUNNING, **status})])))
+    assert found.ranks[0].status == expected
+
+
+@pytest.mark.parametrize("status", [None, {}, {"init_state": 0}])
+def test_a_status_that_is_not_there_is_unknown_and_the_rest_is_read(status):
+    (found,) = decoded(report(communicator([rank(0, 5, status=status), rank(1, 4)])))
+    assert [r.status for r in found.ranks] == ["UNKNOWN", "RUNNING"]
+    assert found.all_running
+
+
+def test_a_rank_without_a_number_is_refused_with_the_communicator_and_the_path():
+    raw = report(communicator([{"host": "h", "pid": 1}]))
+    with pytest.raises(RasMalformed, match=r"0xa/0x1:0x2: .*ranks\[0\]"):
+        decoded(raw)
+
+
+def test_the_same_record_has_the_same_digest_whatever_stands_around_it():
+    one = parse_report(report(world(5, 4), timestamp="2026-12-01 03:00:00"))
+    two = parse_report(report(world(5, 4), timestamp="2026-12-01 03:00:15"))
+    three = parse_report(report(world(5, 5)))
+    key = "0xa/0x1:0x2"
+    assert one.records[key].digest == two.records[key].digest != three.records[key].digest
+
+
+def test_missing_ranks_are_read():
+    (found,) = decoded(report(communicator([rank(0, 1)], [missing(1, considered_dead=True)])))
+    assert found.missing[0].considered_dead
+    assert found.member(1) == found.missing[0]
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=12))
+def test_the_sides_split_all_ranks_and_the_lagging_ones_are_behind(counts):
+    ranks = {i: (("AllReduce", n),) for i, n in enumerate(counts)}
+    lagging, leading = sides(ranks)
+    if len(set(counts)) == 1:
+        assert (lagging, leading, minority(ranks)) == ((), (), ())
+        return
+    assert sorted((*lagging, *leading)) == list(ranks)
+    assert min(counts) in {counts[i] for i in lagging}
+    assert max(counts) in {counts[i] for i in leading}
+    assert 0 < len(minority(ranks)) < len(counts)
+
+
+@given(st.binary(max_size=400) | st.text(max_size=200).map(str.encode))
+def test_no_bytes_ever_give_anything_but_a_report_or_a_typed_error(raw):
+    with contextlib.suppress(RasError):
+        assert parse_report(raw).records is not None
