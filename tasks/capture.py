@@ -66,7 +66,7 @@ def open_case(slug: str, incident_id: str) -> Case:
     """
     run = load_run(slug)
     eyes = eyes_of(run)
-    attempt = eyes.directory.find(run.run_id or run.run_name)
+    attempt = eyes.find()
     stored, _ = read_window(slug)
     incident = load_incident(incident_id) if incident_id else None
     folder = incident.folder if incident else manual_folder(now())

@@ -4,6 +4,7 @@ A phase is stored before the next begins, so a shift that dies between two of th
 picks the incident up. Each phase is claimed, so two processes cannot both act.
 """
 
+import time
 from typing import Any, Literal
 
 import msgspec
@@ -35,6 +36,7 @@ from tasks.wiring import Eyes
 
 Step = Literal["diagnose", "remediate"]
 _TRIES = 3
+_WAIT_AT_MOST_S = 300.0
 
 
 class Due(msgspec.Struct, frozen=True):
@@ -49,6 +51,8 @@ def next_step(shift: Shift) -> Due | None:
 
     The Prefect server being away delays a step to a later poll; it never loses or repeats one.
     """
+    if time.monotonic() < shift.not_before:
+        return None
     try:
         hang = shift.incident()
         if hang is not None:
@@ -65,15 +69,20 @@ def next_step(shift: Shift) -> Due | None:
 
 
 def count_failure(shift: Shift, due: Due, error: object) -> None:
-    """A capture that fails again and again must not keep a hung job hanging: go on without it."""
-    tries = shift.tries.get(due.incident_id, 0) + 1
-    shift.tries[due.incident_id] = tries
+    """A step that fails is tried again later and later. A capture that fails again and again must not keep a
+    hung job hanging: go on without it.
+    """
+    tries = shift.failures.get(due.incident_id, 0) + 1
+    shift.failures[due.incident_id] = tries
+    wait_s = min(shift.eyes.plan.policy.poll_interval_s * 2**tries, _WAIT_AT_MOST_S)
+    shift.not_before = time.monotonic() + wait_s
     get_run_logger().error("%s of incident %s failed: %s", due.step, due.incident_id, error)
     if due.step == "diagnose" and tries >= _TRIES:
         record = load_incident(due.incident_id)
         if record is not None and record.phase == "confirmed":
             record.evidence = f"not captured: {error}"
             _advance(due.incident_id, record, "diagnosed")
+            shift.not_before = 0.0
 
 
 def diagnosed(case: Case, stacks: Stacks, verdict: Verdict | None, where: str) -> None:
@@ -98,7 +107,7 @@ def resolve_incident(slug: str, incident_id: str, eyes: Eyes) -> Decision:
         return Decision("leave", "This incident has nothing that is to be decided.")
     stored, _ = read_window(slug)
     window = recall(stored.window, record.attempt_id)
-    attempt = eyes.directory.find(record.run_name)
+    attempt = eyes.find()
     frozen = attempt.attempt_id == record.attempt_id and still_frozen(eyes, attempt, window)
     verdict = _verdict(incident_id, record)
     decision = decide(verdict, eyes.plan.settings.action, attempt, still_frozen=frozen)

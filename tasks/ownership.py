@@ -6,6 +6,7 @@ it again at each heartbeat and before each act, and ends at once when it is no l
 holder is gone is not deleted but outnumbered: `<name>`, `<name>-2`, ...
 """
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -17,8 +18,9 @@ from msgspec import Struct
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import BlockDocumentUpdate
 from prefect.client.schemas.objects import BlockDocument
+from prefect.context import SettingsContext, get_settings_context
 from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
-from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
+from prefect.settings import PREFECT_CLIENT_MAX_RETRIES
 
 from tasks.adapters.process import identity, is_gone
 from tasks.blocks import Claim, HangWindow, Incident
@@ -26,6 +28,7 @@ from tasks.hang.errors import NotOurs
 
 SERVER_ERRORS = (httpx.HTTPError, PrefectHTTPStatusError, OSError)
 _CALL_S = 10.0
+_RETRIES = 2  # after 2 and 4 s: a busy SQLite server answers 503 now and then
 _CLAIMS_KEPT = 3
 
 
@@ -38,14 +41,23 @@ class Tenure(Struct):
     document_id: UUID
 
 
+_clients = threading.local()
+
+
 @contextmanager
 def server() -> Iterator[SyncPrefectClient]:
-    """A client that gives up after seconds, not minutes: a shift goes on polling without the server."""
-    with (
-        temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}),
-        get_client(sync_client=True, httpx_settings={"timeout": _CALL_S}) as client,
-    ):
-        yield client
+    """A client that gives up after seconds, not minutes: a shift goes on polling without the server.
+
+    One for each thread and server, kept open: making one costs more than ten requests.
+    """
+    outer = get_settings_context()
+    if getattr(_clients, "outer", None) is not outer.settings:
+        _clients.inner = outer.settings.copy_with_update(updates={PREFECT_CLIENT_MAX_RETRIES: _RETRIES})
+        _clients.outer = outer.settings
+        _clients.client = get_client(sync_client=True, httpx_settings={"timeout": _CALL_S})
+        _clients.client.__enter__()
+    with SettingsContext(profile=outer.profile, settings=_clients.inner):
+        yield _clients.client
 
 
 def now() -> datetime:

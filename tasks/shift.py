@@ -4,15 +4,15 @@ import random
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from datetime import timedelta
+from datetime import datetime, timedelta
 from types import TracebackType
 from typing import Any, Self
 from uuid import UUID
 
 import msgspec
 from prefect import Flow
-from prefect.artifacts import Artifact
-from prefect.client.schemas.actions import ArtifactUpdate
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
 from prefect.client.schemas.filters import (
     FlowRunFilter,
     FlowRunFilterDeploymentId,
@@ -49,7 +49,6 @@ WATCHED_ELSEWHERE = "Watched elsewhere"
 RUN_ENDED = "Run ended"
 _TELL_EVERY_S = 60.0
 _FIND_EVERY_S = 60.0
-_PENDING = [StateType.PENDING, StateType.RUNNING]
 
 
 class Shift:
@@ -69,11 +68,13 @@ class Shift:
         self.window = window
         self.over = ""
         self.open_incident = ""
-        self.tries: dict[str, int] = {}
+        self.failures: dict[str, int] = {}
+        self.not_before = 0.0
         self._log = get_run_logger()
         self._clerk = ThreadPoolExecutor(1, thread_name_prefix="clerk")
         self._written: Future[None] | None = None
         self._artifact_id: UUID | None = None
+        self._flow_run_id = UUID(str(current_run.id)) if current_run.id else None
         self._told_at = 0.0
         self._found_at = time.monotonic()
         self._trouble = ""
@@ -142,7 +143,7 @@ class Shift:
         if not announced and time.monotonic() - self._found_at < _FIND_EVERY_S:
             return
         try:
-            found = self.eyes.directory.find(self.run.run_id or self.run.run_name)
+            found = self.eyes.find()
         except (RunNotFound, ClusterError) as error:
             self._log.info("%s", error)
             return
@@ -197,10 +198,15 @@ class Shift:
         at = now().isoformat(timespec="seconds")
         markdown = state_markdown(self.run.run_name, self.window, at)
         if self._artifact_id is None:
-            made = Artifact(
-                type="markdown", key=f"watch-{self.run.slug}", description="State of the run", data=markdown
-            ).create()
-            self._artifact_id = getattr(made, "id", None)
+            artifact = ArtifactCreate(
+                type="markdown",
+                key=f"watch-{self.run.slug}",
+                description=f"State of {self.run.run_name}",
+                data=markdown,
+                flow_run_id=self._flow_run_id,
+            )
+            with server() as client:
+                self._artifact_id = client.create_artifact(artifact).id
             return
         with server() as client:
             client.update_artifact(self._artifact_id, ArtifactUpdate(data=markdown))
@@ -240,7 +246,7 @@ def begin_shift(slug: str) -> Shift | None:
     )
     if tenure is None:
         return None
-    attempt = eyes.directory.find(run.run_id or run.run_name)
+    attempt = eyes.find()
     window = recall(known.window, attempt.attempt_id)
     shift = Shift(run, eyes, attempt, tenure, window)
     shift.open_incident = known.incident
@@ -263,31 +269,36 @@ def start_shift(slug: str) -> bool:
             deployment = client.read_deployment_by_name(deployment_of(slug))
         except ObjectNotFound:
             return False
-        if deployment.paused:
-            return False
-        waiting = client.read_flow_runs(
-            flow_run_filter=FlowRunFilter(
-                deployment_id=FlowRunFilterDeploymentId(any_=[deployment.id]),
-                state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.SCHEDULED, *_PENDING])),
-            )
-        )
-        soon = now() + timedelta(seconds=5)
-        if any(_is_starting(run, soon) for run in waiting):
-            return False
-        client.create_flow_run_from_deployment(deployment.id)
-        return True
-
-
-def _is_starting(run: FlowRun, soon: Any) -> bool:
-    if run.state_type == StateType.PENDING:
-        return True
-    due = run.expected_start_time
-    return run.state_type == StateType.SCHEDULED and due is not None and due <= soon
+        return not deployment.paused and _start(client, deployment.id, slug)
 
 
 def start_next_shift(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
-    """Hook of the watch flow: the end of a shift is the beginning of the next one."""
+    """Hook of the watch flow: the end of a shift is the beginning of the next one, of the same deployment."""
     del flow
-    if state.name in (WATCHED_ELSEWHERE, RUN_ENDED):
+    if state.name in (WATCHED_ELSEWHERE, RUN_ENDED) or flow_run.deployment_id is None:
         return
-    start_shift(str(flow_run.parameters["run"]))
+    with server() as client:
+        if not client.read_deployment(flow_run.deployment_id).paused:
+            _start(client, flow_run.deployment_id, str(flow_run.parameters["run"]))
+
+
+def _start(client: SyncPrefectClient, deployment_id: UUID, slug: str) -> bool:
+    """Create a run of a deployment for a training run, unless one is about to start."""
+    waiting = client.read_flow_runs(
+        flow_run_filter=FlowRunFilter(
+            deployment_id=FlowRunFilterDeploymentId(any_=[deployment_id]),
+            state=FlowRunFilterState(
+                type=FlowRunFilterStateType(any_=[StateType.SCHEDULED, StateType.PENDING])
+            ),
+        )
+    )
+    soon = now() + timedelta(seconds=5)
+    if any(run.parameters.get("run") == slug and _is_starting(run, soon) for run in waiting):
+        return False
+    client.create_flow_run_from_deployment(deployment_id, parameters={"run": slug})
+    return True
+
+
+def _is_starting(run: FlowRun, soon: datetime) -> bool:
+    due = run.expected_start_time
+    return run.state_type == StateType.PENDING or (due is not None and due <= soon)

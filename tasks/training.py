@@ -166,7 +166,7 @@ def _over(eyes: Eyes, attempt: Attempt, *, within_s: float) -> bool:
     end = time.monotonic() + within_s
     while time.monotonic() < end:
         try:
-            found = eyes.directory.find(attempt.run_id or attempt.run_name)
+            found = eyes.find()
         except RankwatchError:
             return True
         if found.attempt_id != attempt.attempt_id or found.status != "running":

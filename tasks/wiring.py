@@ -17,6 +17,7 @@ from tasks.adapters.ray_kv import RayKv, RayVerdictChannel
 from tasks.adapters.ray_nodes import RayNodes
 from tasks.blocks import TrainingRun
 from tasks.hang.errors import RunNotFound
+from tasks.hang.run import Attempt
 from tasks.settings import WatchPlan, WatchSettings, resolve
 
 _RING_MARGIN_POLLS = 10
@@ -34,6 +35,16 @@ class Eyes(Struct, frozen=True, kw_only=True):
     store: ObjectStore
     ring: RasRing
     storage_path: str
+    run_key: str
+
+    def find(self) -> Attempt:
+        """The newest attempt of the run.
+
+        Raises:
+            RunNotFound: the cluster knows it no more.
+            ClusterError: the cluster cannot be asked.
+        """
+        return self.directory.find(self.run_key)
 
     def where(self, name: str) -> str:
         """Where people find an object of the store."""
@@ -81,9 +92,9 @@ def _wire(document: str) -> Eyes:
     connect(run.ray_address, run.ray_dashboard_url, token)
     kv = RayKv()
     directory = RayRunDirectory(kv=kv, dashboard=dashboard)
-    name = run.run_id or run.run_name
-    directory.find(name)
-    plan = resolve(fields, directory.job_environment(name))
+    run_key = run.run_id or run.run_name
+    directory.find(run_key)
+    plan = resolve(fields, directory.job_environment(run_key))
     settings = plan.settings
     nodes = RayNodes()
     return Eyes(
@@ -98,6 +109,7 @@ def _wire(document: str) -> Eyes:
             plan.policy.confirm_polls + _RING_MARGIN_POLLS,
         ),
         storage_path=run.storage_path,
+        run_key=run_key,
     )
 
 

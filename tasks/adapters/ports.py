@@ -3,7 +3,9 @@
 Each has a real part in this folder and a fake one in tests/fakes.py; one contract test runs over both.
 """
 
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
+
+from msgspec import Struct
 
 from tasks.hang.run import Attempt, Node
 
@@ -52,16 +54,53 @@ class RunDirectory(Protocol):
         """
         ...
 
+    def job_environment(self, run_name: str) -> dict[str, str]:
+        """The variables of NCCL, torch and the watch that the training job itself runs with.
+
+        Raises:
+            RunNotFound: no run of that name.
+            ClusterError: the cluster cannot be asked.
+        """
+        ...
+
+
+class Ack(Struct, frozen=True, kw_only=True):
+    """What the in-job part did about a verdict. `refused` says in `reason` why it left the attempt alone:
+    the verdict was about another attempt, or about processes that are gone.
+    """
+
+    incident: str
+    outcome: Literal["failed_attempt", "refused"]
+    attempt_id: str = ""
+    at: str = ""
+    reason: str = ""
+
 
 class VerdictChannel(Protocol):
     """Carries a verdict to the in-job part, and its acknowledgement back."""
 
     def post(self, run_id: str, verdict: dict[str, Any]) -> None:
-        """Publish `verdict` (incident, attempt, pids, message, ranks) for the run."""
+        """Publish `verdict` (incident, attempt, pids, message, ranks) for the run.
+
+        Raises:
+            ClusterError: the channel cannot be used.
+        """
         ...
 
-    def acknowledged(self, run_id: str, incident: str) -> bool:
-        """Whether the in-job part says that it failed the attempt for this incident."""
+    def acknowledged(self, run_id: str, incident: str) -> Ack | None:
+        """What the in-job part says about this incident, None while it says nothing.
+
+        Raises:
+            ClusterError: the channel cannot be used.
+        """
+        ...
+
+    def clear(self, run_id: str) -> None:
+        """Take the verdict back, so that it cannot hit an attempt that is still to come.
+
+        Raises:
+            ClusterError: the channel cannot be used.
+        """
         ...
 
 

@@ -214,12 +214,9 @@ def parse(content: bytes | str, kind: type[T], where: str) -> T:
         ClusterError: it is something else, say the page of a proxy.
     """
     try:
-        return msgspec.convert(_without_nulls(msgspec.json.decode(content)), kind, strict=False)
+        return _convert(msgspec.json.decode(content), kind)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise ClusterError(
-            f"{where} answers something that is not Ray's: {error}.",
-            "Check that ray_dashboard_url is the address of a Ray dashboard.",
-        ) from error
+        raise _not_rays(where, error) from error
 
 
 def parse_rows(content: bytes | str, kind: type[T], where: str) -> list[T]:
@@ -233,7 +230,10 @@ def parse_rows(content: bytes | str, kind: type[T], where: str) -> list[T]:
     listing = data.get("result") if isinstance(data, dict) else None
     if not answer.get("result") or not isinstance(listing, dict):
         raise ClusterError(f"{where} answers with an error: {answer.get('msg') or answer}.")
-    return parse(msgspec.json.encode(listing.get("result", [])), list[kind], where)  # type: ignore[valid-type]
+    try:
+        return [_convert(row, kind) for row in listing.get("result", [])]
+    except msgspec.MsgspecError as error:
+        raise _not_rays(where, error) from error
 
 
 def parse_announcement(content: bytes) -> Announcement | None:
@@ -266,6 +266,17 @@ def env_of(runtime_env: Any) -> dict[str, str]:
     if not isinstance(variables, Mapping):
         return {}
     return {str(k): str(v) for k, v in variables.items() if str(k).startswith(JOB_ENV_PREFIXES)}
+
+
+def _convert(value: Any, kind: type[T]) -> T:
+    return msgspec.convert(_without_nulls(value), kind, strict=False)
+
+
+def _not_rays(where: str, error: Exception) -> ClusterError:
+    return ClusterError(
+        f"{where} answers something that is not Ray's: {error}.",
+        "Check that ray_dashboard_url is the address of a Ray dashboard.",
+    )
 
 
 def _without_nulls(value: Any) -> Any:

@@ -7,7 +7,7 @@ could hang for a minute over the same fault.
 
 from http import HTTPStatus
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import httpx
 from msgspec import Struct
@@ -60,6 +60,7 @@ class RayDashboard:
 
     Raises:
         SettingsError: the address is none.
+        ClusterAuthError: the token can be none.
     """
 
     def __init__(self, url: str, *, token: str | None = None, timeout_s: float = TIMEOUT_S) -> None:
@@ -67,7 +68,7 @@ class RayDashboard:
         self._has_token = bool(token)
         self._client = httpx.Client(
             base_url=self.url,
-            headers={"Authorization": f"Bearer {token}"} if token else {},
+            headers={"Authorization": f"Bearer {_printable(token)}"} if token else {},
             timeout=httpx.Timeout(timeout_s, connect=min(CONNECT_TIMEOUT_S, timeout_s)),
         )
 
@@ -183,7 +184,7 @@ class RayDashboard:
             self._refuse(answer)
         return answer
 
-    def _refuse(self, answer: httpx.Response) -> None:
+    def _refuse(self, answer: httpx.Response) -> NoReturn:
         said = " ".join(answer.text.split())[:200]
         where = self._at(answer)
         if answer.status_code in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
@@ -214,5 +215,16 @@ def _base(url: str) -> str:
     if parsed.scheme not in ("http", "https") or not parsed.host:
         raise SettingsError(
             f"ray_dashboard_url is {url!r}, which is no address.", "Set it to http://<head>:8265."
+        )
+    return text
+
+
+def _printable(token: str) -> str:
+    """A stray newline from a secret store would surface as an error that prints the token."""
+    text = token.strip()
+    if not text.isascii() or not text.isprintable() or " " in text:
+        raise ClusterAuthError(
+            "ray_token holds a blank or a character that no token has.",
+            "Set ray_token to what `ray get-auth-token` prints on the head node.",
         )
     return text

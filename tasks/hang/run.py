@@ -23,7 +23,8 @@ class Rank(Struct, frozen=True, kw_only=True):
     """One process of the training run.
 
     `start_ticks` is field 22 of /proc/<pid>/stat, None where nobody looked yet: with the pid it names
-    a process for good.
+    a process for good. `worker_server` is the address of torch's worker server in the process, which gives
+    the Flight Recorder away; empty where none was started.
     """
 
     world_rank: int
@@ -34,6 +35,8 @@ class Rank(Struct, frozen=True, kw_only=True):
     actor_id: str = ""
     gpu_ids: tuple[str, ...] = ()
     start_ticks: int | None = None
+    log_file_path: str = ""
+    worker_server: str = ""
 
 
 RunStatus = Literal["starting", "running", "restarting", "finished", "failed", "unknown"]
@@ -43,7 +46,9 @@ class Attempt(Struct, frozen=True, kw_only=True):
     """One start of the worker group.
 
     `attempt_id` comes from the in-job part, else from Ray, else from the processes themselves
-    (`attempt_id_of`). `announced_by` says who told us: rankwatch_job, dashboard or state_api.
+    (`attempt_id_of`); it is empty while the run has not started any. `announced_by` says who told us:
+    rankwatch_job, dashboard or state_api. `storage_path` is where the run keeps its checkpoints, empty
+    where nobody said.
     """
 
     run_name: str
@@ -55,6 +60,7 @@ class Attempt(Struct, frozen=True, kw_only=True):
     job_id: str = ""
     submission_id: str = ""
     has_callback: bool = False
+    storage_path: str = ""
 
     def rank_of(self, host: str, pid: int) -> Rank | None:
         """The world rank behind a process that RAS names, None where it is not one of ours.

@@ -1,0 +1,141 @@
+"""The command line. Exit codes: 0 nothing wrong, 1 failed, 2 unusable input or settings, 3 a hang found."""
+
+import sys
+from typing import Annotated
+
+from cyclopts import App, Parameter
+from pydantic import SecretStr, ValidationError
+from rich.console import Console
+from rich.table import Table
+
+from deployments.deploy import deploy_watch, ensure_pool
+from deployments.up import up as run_up
+from tasks.blocks import TrainingRun, slug_of
+from tasks.hang.errors import RankwatchError
+from tasks.hang.memory import recall
+from tasks.hang.policy import Action
+from tasks.ownership import SERVER_ERRORS, now, owner_is_there, read_window
+from tasks.reporting.wording import summary
+from tasks.settings import RasPlace, RasSourceName
+from tasks.shift import start_shift
+from tasks.wiring import eyes_of, load_run
+
+app = App(name="rankwatch", help="Watches distributed training runs for NCCL hangs.")
+
+
+@app.command
+def up(*, port: int = 4200) -> None:
+    """Start what a single machine needs: server (unless PREFECT_API_URL is set), worker, sweep.
+
+    Args:
+        port: Port of the Prefect server, where one is started.
+    """
+    run_up(port=port)
+
+
+@app.command
+def add(
+    run: str,
+    *,
+    ray_address: str,
+    storage_path: str,
+    ray_dashboard_url: str = "http://127.0.0.1:8265",
+    ray_token: Annotated[str | None, Parameter(env_var="RANKWATCH_RAY_TOKEN")] = None,
+    run_id: str | None = None,
+    action: Action | None = None,
+    source: RasSourceName | None = None,
+    place: RasPlace | None = None,
+    ras_addr: str | None = None,
+    poll_interval_s: float | None = None,
+    confirm_duration_s: float | None = None,
+    suspect_after_s: float | None = None,
+    repeat_every_s: float | None = None,
+    shift_s: float | None = None,
+    spool_path: str | None = None,
+) -> None:
+    """Watch a training run: check everything, then create its deployment and start it.
+
+    Args:
+        run: Name of the run in Ray Train.
+        ray_address: host:port of the cluster's GCS, or ray://host:port.
+        storage_path: Folder in which evidence is kept.
+        ray_dashboard_url: Address of Ray's dashboard.
+        ray_token: Token of the cluster, better given as RANKWATCH_RAY_TOKEN.
+        run_id: Ray Train's run id, where one name was used twice.
+        action: What a confirmed hang leads to.
+        source: How RAS is asked.
+        place: From where RAS is asked.
+        ras_addr: host:port of RAS where it is not localhost:28028.
+        poll_interval_s: Seconds between two polls.
+        confirm_duration_s: Seconds until a hang is confirmed.
+        suspect_after_s: Seconds until it is suspected.
+        repeat_every_s: Seconds between reminders.
+        shift_s: Seconds that one flow run polls.
+        spool_path: Local folder for the RAS history.
+    """
+    block = TrainingRun(
+        run_name=run,
+        run_id=run_id,
+        ray_address=ray_address,
+        ray_dashboard_url=ray_dashboard_url,
+        ray_token=SecretStr(ray_token) if ray_token else None,
+        storage_path=storage_path,
+        action=action,
+        source=source,
+        place=place,
+        ras_addr=ras_addr,
+        poll_interval_s=poll_interval_s,
+        confirm_duration_s=confirm_duration_s,
+        suspect_after_s=suspect_after_s,
+        repeat_every_s=repeat_every_s,
+        shift_s=shift_s,
+        spool_path=spool_path,
+    )
+    eyes = eyes_of(block)
+    ensure_pool()
+    block.save(block.slug, overwrite=True)
+    deploy_watch(block)
+    started = start_shift(block.slug)
+    print(f"{run} is watched as {block.slug} (action {eyes.plan.settings.action}).")
+    print("A shift was started." if started else "A shift is at work or about to start.")
+
+
+@app.command
+def status(run: str) -> None:
+    """Show what is known of a run, and who watches it.
+
+    Args:
+        run: Name of the run in Ray Train.
+    """
+    block = load_run(slug_of(run))
+    stored, _ = read_window(block.slug)
+    window = recall(stored.window, str(stored.window.get("attempt_id", "")))
+    watched = owner_is_there(stored, now())
+    table = Table(title=run, show_header=False)
+    beat = stored.heartbeat_at.isoformat(timespec="seconds") if stored.heartbeat_at else "never"
+    table.add_row("watched", f"yes, by {stored.owner}" if watched else f"no ({stored.farewell or 'no sign'})")
+    table.add_row("last heartbeat", beat)
+    table.add_row(
+        "state", summary(window) if window.communicators or window.blind else "Nothing stands still."
+    )
+    table.add_row("open incident", stored.incident or "none")
+    Console().print(table)
+
+
+def main() -> None:
+    """Run the command line; an error is one sentence, not a traceback."""
+    try:
+        app()
+    except RankwatchError as error:
+        sys.exit(_refuse(str(error)))
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = str(first["loc"][0]).replace("_", "-")
+        sys.exit(_refuse(f"--{field} is {first['input']!r}: {first['msg']}."))
+    except SERVER_ERRORS as error:
+        sys.exit(_refuse(f"The Prefect server does not answer: {error}. Set PREFECT_API_URL or start one."))
+
+
+def _refuse(text: str) -> int:
+    Console(stderr=True, soft_wrap=True).print(f"[red]rankwatch:[/red] {text}", highlight=False)
+    return 2
