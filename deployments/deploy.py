@@ -1,9 +1,11 @@
 """The deployments of rankwatch: one to watch each training run, and two that people start by hand."""
 
 from datetime import timedelta
+from typing import Any
 from uuid import UUID
 
 from prefect.client.schemas.actions import WorkPoolCreate
+from prefect.client.schemas.schedules import IntervalSchedule
 from prefect.deployments.runner import RunnerDeployment
 from prefect.exceptions import ObjectNotFound
 from prefect.flows import Flow
@@ -13,7 +15,7 @@ from flows.diagnose import diagnose_run
 from flows.remediate import remediate_run
 from flows.watch import watch_run
 from tasks.blocks import Claim, HangWindow, Incident, TrainingRun
-from tasks.ownership import server
+from tasks.ownership import now, server
 
 WORK_POOL = "rankwatch"
 # The slow net: whatever else failed to start the next shift, this does. A run that finds an owner just ends.
@@ -38,7 +40,7 @@ def deploy_watch(run: TrainingRun) -> UUID:
         f"watch-{run.slug}",
         description=f"Watches {run.run_name} for NCCL hangs, one shift after the other.",
         parameters={"run": run.slug},
-        interval=SAFETY_NET,
+        schedule=IntervalSchedule(interval=SAFETY_NET, anchor_date=now() + SAFETY_NET),
     )
 
 
@@ -49,19 +51,19 @@ def deploy_by_hand() -> None:
 
 
 def _apply(
-    flow: Flow[..., object],
+    flow: Flow[..., Any],
     name: str,
     *,
     description: str,
     parameters: dict[str, object] | None = None,
-    interval: timedelta | None = None,
+    schedule: IntervalSchedule | None = None,
 ) -> UUID:
     deployment = RunnerDeployment.from_flow(
         flow,
         name=name,
         description=description,
         parameters=parameters or {},
-        interval=interval,
+        schedule=schedule,
         tags=["rankwatch"],
         work_pool_name=WORK_POOL,
         entrypoint_type=EntrypointType.MODULE_PATH,

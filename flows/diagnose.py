@@ -3,7 +3,6 @@
 import time
 
 from prefect import flow
-from prefect.task_runners import ThreadPoolTaskRunner
 
 from tasks.capture import capture_ras, capture_stacks, file_manifest, open_case
 from tasks.explain import explain, show
@@ -13,7 +12,6 @@ from tasks.follow import diagnosed
 @flow(
     name="diagnose_run",
     flow_run_name="diagnose {run} {incident}",
-    task_runner=ThreadPoolTaskRunner(max_workers=4),
 )
 def diagnose_run(run: str, incident: str = "") -> str:
     """Capture side by side, judge, file. Also run by hand, with or without a hang.

@@ -1,12 +1,14 @@
 """Watch one training run for one shift."""
 
 from prefect import flow
-from prefect.states import Completed, State
+from prefect.client.schemas.objects import State
+from prefect.states import Completed, Failed
 
 from flows.diagnose import diagnose_run
 from flows.remediate import remediate_run
 from tasks.follow import count_failure, next_step
-from tasks.shift import RUN_ENDED, WATCHED_ELSEWHERE, begin_shift, start_next_shift
+from tasks.hang.errors import RankwatchError
+from tasks.shift import REFUSED, RUN_ENDED, WATCHED_ELSEWHERE, begin_shift, start_next_shift
 
 
 @flow(
@@ -24,7 +26,10 @@ def watch_run(run: str) -> State[None]:
     Args:
         run: Name of the TrainingRun block.
     """
-    shift = begin_shift(run)
+    try:
+        shift = begin_shift(run)
+    except RankwatchError as error:
+        return Failed(name=REFUSED, message=str(error))
     if shift is None:
         return Completed(name=WATCHED_ELSEWHERE, message=f"Another shift watches {run}.")
     with shift:

@@ -19,12 +19,11 @@ from prefect.client.schemas.filters import (
     FlowRunFilterState,
     FlowRunFilterStateType,
 )
-from prefect.client.schemas.objects import FlowRun, StateType
+from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.events import emit_event
 from prefect.exceptions import ObjectNotFound
 from prefect.logging import get_run_logger
 from prefect.runtime import flow_run as current_run
-from prefect.states import State
 
 from tasks.blocks import TrainingRun
 from tasks.hang.errors import ClusterError, NotOurs, RunNotFound
@@ -47,6 +46,7 @@ from tasks.wiring import Eyes, eyes_of, load_run
 
 WATCHED_ELSEWHERE = "Watched elsewhere"
 RUN_ENDED = "Run ended"
+REFUSED = "Refused"
 _TELL_EVERY_S = 60.0
 _FIND_EVERY_S = 60.0
 
@@ -273,9 +273,12 @@ def start_shift(slug: str) -> bool:
 
 
 def start_next_shift(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
-    """Hook of the watch flow: the end of a shift is the beginning of the next one, of the same deployment."""
+    """Hook of the watch flow: the end of a shift is the beginning of the next one, of the same deployment.
+
+    A shift that could not begin is left to the sweep and the schedule, which try again later and later.
+    """
     del flow
-    if state.name in (WATCHED_ELSEWHERE, RUN_ENDED) or flow_run.deployment_id is None:
+    if state.name in (WATCHED_ELSEWHERE, RUN_ENDED, REFUSED) or flow_run.deployment_id is None:
         return
     with server() as client:
         if not client.read_deployment(flow_run.deployment_id).paused:

@@ -3,7 +3,8 @@
 import contextlib
 import socket
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -42,6 +43,14 @@ def attempt(pids: Sequence[int] = OURS, *, nodes: int = 1) -> Attempt:
     return Attempt(run_name="run", run_id="run-1", attempt_id="attempt-1", ranks=tuple(ranks))
 
 
+def until(condition: Callable[[], object], *, within_s: float = 20.0) -> None:
+    """Wait for something that another thread or process brings about."""
+    end = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < end, "it did not come about"
+        time.sleep(0.01)
+
+
 def free_port() -> int:
     """A port where nothing listens."""
     with socket.socket() as probe:
@@ -50,10 +59,13 @@ def free_port() -> int:
 
 
 class ScriptedServer:
-    """Says one line for each thing it hears, then closes: a peer that is no RAS, or one that breaks off."""
+    """Says one line for each thing it hears, then closes: a peer that is no RAS, or one that breaks off.
+    With `endless` it goes on sending that instead.
+    """
 
-    def __init__(self, replies: Iterable[bytes]) -> None:
+    def __init__(self, replies: Iterable[bytes], *, endless: bytes = b"") -> None:
         self._replies = tuple(replies)
+        self._endless = endless
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = int(self._listener.getsockname()[1])
         self.addr = f"127.0.0.1:{self.port}"
@@ -68,6 +80,8 @@ class ScriptedServer:
                     if not connection.recv(1024):
                         break
                     connection.sendall(reply)
+                while self._endless:
+                    connection.sendall(self._endless)
                 connection.shutdown(socket.SHUT_WR)
                 while connection.recv(1024):  # unread bytes would turn the close into a reset
                     pass

@@ -205,7 +205,7 @@ class RayDashboard:
 
 
 def _base(url: str) -> str:
-    text = url.strip().rstrip("/")
+    text = url.strip()
     if text and "://" not in text:
         text = f"http://{text}"
     try:
@@ -216,7 +216,7 @@ def _base(url: str) -> str:
         raise SettingsError(
             f"ray_dashboard_url is {url!r}, which is no address.", "Set it to http://<head>:8265."
         )
-    return text
+    return text.rstrip("/")
 
 
 def _printable(token: str) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from prefect.client.orchestration import get_client
-from prefect.states import State
+from prefect.client.schemas.objects import State
 
 from flows.watch import watch_run
 from tasks.blocks import Incident, TrainingRun
