@@ -101,6 +101,7 @@ class Incident(Block):
     phase: Phase = Field("confirmed", description="How far it got; the next phase begins after this is saved")
     folder: str = Field("", description="Name of the evidence folder")
     members: list[str] = Field([], description="Communicators that stand still")
+    window: dict[str, Any] = Field({}, description="The window when it was confirmed: counts of each rank")
     evidence: str = Field("", description="Where the evidence is")
     verdict: dict[str, Any] = Field({}, description="The verdict, as in verdict.json")
     start_ticks: dict[str, int] = Field({}, description="Start of each process, by pid, when captured")

@@ -11,7 +11,7 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.logging import get_run_logger
 
-from tasks.hang.errors import NodeError, RankwatchError, RasError, StoreError
+from tasks.hang.errors import NodeError, RankwatchError, RasError, RunNotFound, StoreError
 from tasks.hang.evidence import Captured, Entry, Failed, Manifest, Outcome
 from tasks.hang.incident import manual_folder
 from tasks.hang.memory import recall
@@ -67,8 +67,10 @@ def open_case(slug: str, incident_id: str) -> Case:
     run = load_run(slug)
     eyes = eyes_of(run)
     attempt = eyes.find()
-    stored, _ = read_window(slug)
     incident = load_incident(incident_id) if incident_id else None
+    if incident_id and incident is None:
+        raise RunNotFound(f"There is no incident {incident_id!r}.", "Leave it empty for a capture by hand.")
+    document = incident.window if incident else read_window(slug)[0].window
     folder = incident.folder if incident else manual_folder(now())
     return Case(
         eyes=eyes,
@@ -76,7 +78,7 @@ def open_case(slug: str, incident_id: str) -> Case:
         run_name=run.run_name,
         incident_id=incident_id,
         attempt=attempt,
-        window=recall(stored.window, attempt.attempt_id),
+        window=recall(document, attempt.attempt_id),
         folder=f"{run.run_name}/hang_detector/{folder}",
         deadline_s=eyes.plan.settings.capture_deadline_s,
     )
@@ -233,7 +235,7 @@ def _position(stack: dict[str, Any]) -> Position | None:
 
 
 def _started(stack: dict[str, Any]) -> bool:
-    return isinstance(stack.get("start_ticks"), int)
+    return isinstance(stack.get("start_ticks"), int) and stack["start_ticks"] > 0
 
 
 def _why(stack: dict[str, Any]) -> str:

@@ -16,7 +16,7 @@ from tasks.capture import Case, Stacks
 from tasks.hang.errors import RankwatchError
 from tasks.hang.incident import Incident as Hang
 from tasks.hang.incident import Phase
-from tasks.hang.memory import recall
+from tasks.hang.memory import recall, remember
 from tasks.hang.remedy import Decision, decide
 from tasks.hang.run import Attempt
 from tasks.hang.verdict import Verdict
@@ -26,7 +26,6 @@ from tasks.ownership import (
     load_incident,
     now,
     our_tenure,
-    read_window,
     save_incident,
 )
 from tasks.reporting.wording import failure_message
@@ -105,8 +104,7 @@ def resolve_incident(slug: str, incident_id: str, eyes: Eyes) -> Decision:
     record = load_incident(incident_id)
     if record is None or record.phase not in ("diagnosed", "decided"):
         return Decision("leave", "This incident has nothing that is to be decided.")
-    stored, _ = read_window(slug)
-    window = recall(stored.window, record.attempt_id)
+    window = recall(record.window, record.attempt_id)
     attempt = eyes.find()
     frozen = attempt.attempt_id == record.attempt_id and still_frozen(eyes, attempt, window)
     verdict = _verdict(incident_id, record)
@@ -139,6 +137,7 @@ def _open(shift: Shift, hang: Hang) -> Incident:
         attempt_id=hang.attempt_id,
         folder=hang.folder,
         members=list(hang.members),
+        window=remember(shift.window),
         times={"opened": hang.opened_at},
     )
     first = min(shift.window.confirmed.values(), key=lambda freeze: freeze.since)

@@ -10,22 +10,24 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from typing import Any
+from functools import lru_cache
+from typing import Any, TypeVar
 from uuid import UUID
 
 import httpx
 from msgspec import Struct
+from prefect.blocks.core import Block
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.actions import BlockDocumentUpdate
-from prefect.client.schemas.objects import BlockDocument
+from prefect.client.schemas.actions import BlockDocumentCreate, BlockDocumentUpdate
 from prefect.context import SettingsContext, get_settings_context
-from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
-from prefect.settings import PREFECT_CLIENT_MAX_RETRIES
+from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound, PrefectHTTPStatusError
+from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES
 
 from tasks.adapters.process import identity, is_gone
 from tasks.blocks import Claim, HangWindow, Incident
 from tasks.hang.errors import NotOurs
 
+B = TypeVar("B", bound=Block)
 SERVER_ERRORS = (httpx.HTTPError, PrefectHTTPStatusError, OSError)
 _CALL_S = 10.0
 _RETRIES = 2  # after 2 and 4 s: a busy SQLite server answers 503 now and then
@@ -78,12 +80,11 @@ def claim(name: str, *, is_dead: Callable[[Claim], bool], owner: str | None = No
     """
     candidate, number = name, 1
     while True:
-        mine = Claim(owner=owner or identity(), since=now())
         try:
-            mine.save(candidate)
-        except ValueError:
-            holder = Claim.load(candidate)
-            if not isinstance(holder, Claim) or not is_dead(holder):
+            _create(candidate, Claim(owner=owner or identity(), since=now()))
+        except ObjectAlreadyExists:
+            holder = _read(candidate, Claim)
+            if holder is None or not is_dead(holder[0]):
                 return False
             number += 1
             candidate = f"{name}-{number}"
@@ -93,12 +94,8 @@ def claim(name: str, *, is_dead: Callable[[Claim], bool], owner: str | None = No
 
 def read_window(slug: str) -> tuple[HangWindow, UUID | None]:
     """The window of a run and the id of its document; an empty one where the run was never watched."""
-    with server() as client:
-        try:
-            document = client.read_block_document_by_name(slug, HangWindow.get_block_type_slug() or "")
-        except ObjectNotFound:
-            return HangWindow(), None
-    return _window(document), document.id
+    found = _read(slug, HangWindow)
+    return found if found is not None else (HangWindow(), None)
 
 
 def owner_is_there(window: HangWindow, at: datetime) -> bool:
@@ -145,7 +142,7 @@ def take_window(slug: str, run_name: str, *, flow_run_id: str, stale_after_s: fl
         }
     )
     if document_id is None:
-        document_id = _create_window(slug, mine)
+        document_id = _create(slug, mine)
     else:
         _update(document_id, mine.model_dump(mode="json", exclude={"window"}))
     _sweep_claims(slug, epoch)
@@ -201,30 +198,53 @@ def claim_phase(tenure: Tenure | None, incident_id: str, phase: str) -> bool:
 
 def save_incident(incident_id: str, incident: Incident) -> None:
     """Store how far an incident got."""
-    incident.save(incident_id, overwrite=True)
+    found = _read(incident_id, Incident)
+    if found is None:
+        _create(incident_id, incident)
+    else:
+        _update(found[1], incident.model_dump(mode="json"))
 
 
 def load_incident(incident_id: str) -> Incident | None:
     """The incident, None where it was never stored."""
-    try:
-        incident = Incident.load(incident_id)
-    except ValueError:
-        return None
-    return incident if isinstance(incident, Incident) else None
+    found = _read(incident_id, Incident)
+    return found[0] if found is not None else None
 
 
-def _create_window(slug: str, window: HangWindow) -> UUID:
-    saved = window.save(slug, overwrite=True)
-    return saved if isinstance(saved, UUID) else UUID(str(saved))
+# Block.save and Block.load register the block type each time, which costs ten requests; these cost one.
+
+
+def _read(name: str, kind: type[B]) -> tuple[B, UUID] | None:
+    with server() as client:
+        try:
+            document = client.read_block_document_by_name(name, kind.get_block_type_slug() or "")
+        except ObjectNotFound:
+            return None
+    return kind.model_validate(document.data), document.id
+
+
+def _create(name: str, block: Block) -> UUID:
+    type_id, schema_id = _registered(type(block), PREFECT_API_URL.value())
+    document = BlockDocumentCreate(
+        name=name, data=block.model_dump(mode="json"), block_type_id=type_id, block_schema_id=schema_id
+    )
+    with server() as client:
+        return client.create_block_document(document).id
+
+
+@lru_cache(maxsize=32)
+def _registered(kind: type[Block], url: str | None) -> tuple[UUID, UUID]:
+    """Ids of a block's type and schema on the server at `url`."""
+    del url
+    kind.register_type_and_schema()
+    if kind._block_type_id is None or kind._block_schema_id is None:  # noqa: SLF001  no public name
+        raise RuntimeError(f"Prefect did not register the block {kind.__name__}.")
+    return kind._block_type_id, kind._block_schema_id  # noqa: SLF001
 
 
 def _update(document_id: UUID, fields: dict[str, Any]) -> None:
     with server() as client:
         client.update_block_document(document_id, BlockDocumentUpdate(data=fields, merge_existing_data=True))
-
-
-def _window(document: BlockDocument) -> HangWindow:
-    return HangWindow.model_validate(document.data)
 
 
 def _claim_is_stale(holder: Claim, stale_after_s: float) -> bool:

@@ -24,7 +24,7 @@ from tasks.hang.window import Window
 from tasks.ownership import now
 from tasks.wiring import Eyes
 
-WORKER_COMMAND = "ray::"
+WORKER_COMMAND = "ray::RayTrainWorker"
 _CALL_S = 20.0
 _CHECK_EVERY_S = 0.5
 _NOTICE_S = 15.0

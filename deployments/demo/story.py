@@ -1,7 +1,7 @@
 """What happens in the demo, as Prefect tells it: the events and the incident that rankwatch left there."""
 
 from collections.abc import Callable
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import httpx
@@ -44,14 +44,15 @@ class Story:
     def __init__(self, ui: str) -> None:
         self._api = httpx.Client(base_url=f"{ui}/api", timeout=10)
         self._seen: set[str] = set()
+        self._since = datetime.now(UTC)
         self.told: list[Told] = []
 
     def news(self) -> list[Told]:
         """Events that were not told yet, oldest first."""
-        wanted = {"filter": {"event": {"prefix": ["rankwatch."]}, "order": "ASC"}, "limit": 200}
-        answer = self._api.post("/events/filter", json=wanted)
-        if answer.is_error:
-            return []
+        occurred = {"since": self._since.isoformat()}
+        wanted = {"event": {"prefix": ["rankwatch."]}, "occurred": occurred, "order": "ASC"}
+        answer = self._api.post("/events/filter", json={"filter": wanted, "limit": 50})
+        answer.raise_for_status()
         fresh = [event for event in answer.json()["events"] if event["id"] not in self._seen]
         self._seen.update(event["id"] for event in fresh)
         told = [
@@ -62,8 +63,11 @@ class Story:
             )
             for event in fresh
         ]
-        self.told += sorted(told, key=lambda one: one.at)
-        return sorted(told, key=lambda one: one.at)
+        told.sort(key=lambda one: one.at)
+        self.told += told
+        if told:  # events of one moment may arrive after each other
+            self._since = told[-1].at - timedelta(seconds=5)
+        return told
 
     def first(self, event: str) -> datetime | None:
         """When an event was first told."""
@@ -72,8 +76,7 @@ class Story:
     def incidents(self) -> list[Incident]:
         """The incidents that are stored, oldest first."""
         answer = self._api.post("/block_documents/filter", json={"include_secrets": False, "limit": 200})
-        if answer.is_error:
-            return []
+        answer.raise_for_status()
         slug = Incident.get_block_type_slug()
         found = [Incident(**d["data"]) for d in answer.json() if d["block_type"]["slug"] == slug]
         return sorted(found, key=lambda incident: incident.times["opened"])

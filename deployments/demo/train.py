@@ -104,6 +104,8 @@ def train_loop(config: dict[str, Any]) -> None:
             # The bug: a decision that all ranks have to take together is taken by one of them.
             logger.warning("step %d: the loss is %s, batch skipped", step, loss.item())
         time.sleep(max(0.0, end - time.monotonic()))
+        if ray.train.get_context().get_world_rank() == 0:
+            print(f"step {step + 1} of {config['steps']}, loss {loss.item():.3f}", flush=True)
         metrics = {"step": step, "loss": loss.item(), "started_from": first_step}
         report(metrics, model, optimizer, keep=(step + 1) % config["checkpoint_every"] == 0)
 

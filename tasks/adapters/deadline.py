@@ -5,7 +5,7 @@ thread that waits inside them cannot be interrupted, neither by Prefect's timeou
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from tasks.hang.errors import ClusterUnreachable
 
@@ -26,23 +26,39 @@ def in_background(call: Callable[[], T]) -> "Future[T]":
     return result
 
 
-def within(deadline_s: float, call: Callable[[], T], what: str) -> T:
-    """Run a call that may hang, and stop waiting for it at the deadline.
+class Patience:
+    """Calls to one place, each with a deadline.
 
-    Args:
-        deadline_s: Seconds.
-        call: Its own errors are raised here.
-        what: What is being done, for the error.
-
-    Raises:
-        ClusterUnreachable: no answer in time. The thread is left behind.
+    A call that missed its deadline is left behind in its thread. While it waits there, further calls are
+    refused at once: a head that is away for an hour would otherwise gather a thread for each poll.
     """
-    result = in_background(call)
-    try:
-        return result.result(timeout=deadline_s)
-    except TimeoutError:
-        if result.done():  # the call itself raised a TimeoutError: its words are better than ours
-            raise
-        raise ClusterUnreachable(
-            f"Ray did not answer within {deadline_s:g} s ({what}).", "Check that the head node is alive."
-        ) from None
+
+    def __init__(self) -> None:
+        self._late: Future[Any] | None = None
+
+    def within(self, deadline_s: float, call: Callable[[], T], what: str) -> T:
+        """Run a call that may hang.
+
+        Args:
+            deadline_s: Seconds.
+            call: Its own errors are raised here.
+            what: What is being done, for the error.
+
+        Raises:
+            ClusterUnreachable: no answer in time, or still none to an earlier call.
+        """
+        late = self._late
+        if late is not None and not late.done():
+            raise ClusterUnreachable(
+                f"Ray has still not answered an earlier call ({what}).", "Check that the head node is alive."
+            )
+        result = in_background(call)
+        try:
+            return result.result(timeout=deadline_s)
+        except TimeoutError:
+            if result.done():  # the call itself raised a TimeoutError: its words are better than ours
+                raise
+            self._late = result
+            raise ClusterUnreachable(
+                f"Ray did not answer within {deadline_s:g} s ({what}).", "Check that the head node is alive."
+            ) from None

@@ -8,7 +8,6 @@ connect and disconnect, and never stop anything of the cluster.
 import platform
 import socket
 import threading
-from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
@@ -16,7 +15,7 @@ import ray
 from msgspec import Struct
 
 from tasks.adapters import ray_init
-from tasks.adapters.deadline import within
+from tasks.adapters.deadline import Patience
 from tasks.adapters.ray_answers import Versions
 from tasks.adapters.ray_dashboard import RayDashboard
 from tasks.adapters.ray_kv import RayKv
@@ -32,7 +31,7 @@ CONNECT_DEADLINE_S = 60.0  # a Ray Client's first connection takes 14 s on a qui
 _CLIENT = "ray://"
 _KNOCK_S = 3.0
 _DASHBOARD_S = 10.0
-_LEAVE_S = 10.0
+_LEAVE_S = 30.0  # the head may be gone
 _LAST_PORT = 65535
 _one_at_a_time = threading.Lock()
 
@@ -151,12 +150,16 @@ def _is_connected(wanted: Cluster) -> bool:
     """Whether there is nothing to do. A cluster that was started anew at the same address is left."""
     if not ray.is_initialized():
         return False
-    session = ""
-    with suppress(ClusterUnreachable):
+    try:
         session = _session()
+    except ClusterUnreachable:
+        session = ""
     if session == wanted.versions.session_name:
         return True
-    if _connected is not None and _connected.address == wanted.address:
+    same_address = _connected is not None and _connected.address == wanted.address
+    if same_address and session:
+        raise _two_clusters(wanted, session)
+    if same_address:
         _leave()
         return False
     held = repr(_connected.address) if _connected else "a cluster that was not chosen by rankwatch"
@@ -170,11 +173,15 @@ def _check_session(wanted: Cluster) -> None:
     session = _session()
     if wanted.versions.session_name != session:
         _leave()
-        raise ClusterError(
-            f"ray_address {wanted.address!r} and ray_dashboard_url {wanted.dashboard_url} belong to two "
-            f"clusters ({session} and {wanted.versions.session_name}).",
-            "Set both to the same cluster.",
-        )
+        raise _two_clusters(wanted, session)
+
+
+def _two_clusters(wanted: Cluster, session: str) -> ClusterError:
+    return ClusterError(
+        f"ray_address {wanted.address!r} and ray_dashboard_url {wanted.dashboard_url} belong to two "
+        f"clusters ({session} and {wanted.versions.session_name}).",
+        "Set both to the same cluster.",
+    )
 
 
 def _session() -> str:
@@ -186,4 +193,4 @@ def _leave() -> None:
     global _connected  # noqa: PLW0603  see connect
     _connected = None
     if ray.is_initialized():
-        within(_LEAVE_S, ray.shutdown, "disconnect")
+        Patience().within(_LEAVE_S, ray.shutdown, "disconnect")

@@ -28,6 +28,10 @@ _SHUT_OUT = (
     "RAY_AUTH_TOKEN",
     "RAY_AUTH_TOKEN_PATH",
 )
+# After 60 s without the head Ray ends the process of a driver, without a word to it. A watch outlives that:
+# its shift goes on, and connects anew when the head is back.
+_RECONNECT = "RAY_gcs_rpc_server_reconnect_timeout_s"
+_RECONNECT_S = 3600
 _WAYS_IN = (
     "An address host:port works only on a node of that cluster; from outside set ray_address to "
     "ray://<head>:10001."
@@ -102,16 +106,17 @@ def _environment(mode: str, token: str | None) -> Iterator[None]:
 
     Ray keeps the token that it has read, so it need not stay where child processes inherit it.
     """
-    kept = {name: os.environ.pop(name) for name in _SHUT_OUT if name in os.environ}
+    kept = {name: os.environ.pop(name) for name in (*_SHUT_OUT, _RECONNECT) if name in os.environ}
     os.environ["RAY_AUTH_MODE"] = mode
+    os.environ[_RECONNECT] = kept.get(_RECONNECT, str(_RECONNECT_S))
     if token and mode != "disabled":
         os.environ["RAY_AUTH_TOKEN"] = token
-    _reread_authentication()
+    _reread_configuration()
     try:
         with _without_uv():
             yield
     finally:
-        for name in _SHUT_OUT:
+        for name in (*_SHUT_OUT, _RECONNECT):
             os.environ.pop(name, None)
         os.environ.update(kept)
 
@@ -128,8 +133,8 @@ def _without_uv() -> Iterator[None]:
         setattr(ray_constants, switch, before)
 
 
-def _reread_authentication() -> None:
-    """Ray reads mode and token once, when it is imported; before 2.51 it knows neither."""
+def _reread_configuration() -> None:
+    """Ray reads these variables once, when it is imported; before 2.51 it knows no tokens."""
     config, loader = (getattr(_raylet, name, None) for name in ("Config", "AuthenticationTokenLoader"))
     if config is not None and loader is not None:
         config.initialize("")

@@ -12,7 +12,7 @@ import msgspec
 import ray
 from ray.experimental import internal_kv
 
-from tasks.adapters.deadline import within
+from tasks.adapters.deadline import Patience
 from tasks.adapters.ports import Ack
 from tasks.hang.errors import ClusterError, ClusterUnreachable
 
@@ -32,6 +32,7 @@ class RayKv:
     def __init__(self, namespace: str = "rankwatch", *, deadline_s: float = KV_DEADLINE_S) -> None:
         self._namespace = namespace.encode()
         self._deadline_s = deadline_s
+        self._patience = Patience()
 
     def get(self, key: str) -> bytes | None:
         """The value, None where there is none. Raises ClusterError."""
@@ -61,7 +62,7 @@ class RayKv:
         if not ray.is_initialized():
             raise ClusterUnreachable("This process is not connected to a Ray cluster.", "Call connect first.")
         try:
-            return within(
+            return self._patience.within(
                 self._deadline_s, lambda: function(*arguments, namespace=self._namespace), "key-value store"
             )
         except ClusterError:

@@ -12,12 +12,12 @@ from ray.exceptions import GetTimeoutError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tasks.adapters import node_part
-from tasks.adapters.deadline import within
+from tasks.adapters.deadline import Patience
 from tasks.hang.errors import ClusterUnreachable, NodeError
 from tasks.hang.run import Node
 
 # What submitting and giving up may take beyond the deadline of the task itself.
-_SLACK_S = 5.0
+_SLACK_S = 2.0
 
 
 class RayNodes:
@@ -26,6 +26,7 @@ class RayNodes:
     def __init__(self) -> None:
         self._driver = ""
         self._task: Any = None
+        self._patience: dict[str, Patience] = {}
 
     def call(self, node: Node, request: dict[str, Any], *, deadline_s: float) -> dict[str, Any]:
         """Run `node_part.handle(request)` on a node.
@@ -41,28 +42,29 @@ class RayNodes:
         if not node.node_id:
             raise NodeError(f"Ray does not know node {node.ip}: it has no id of Ray's.")
         where = f"Node {node.ip} ({node.node_id[:12]})"
+        patience = self._patience.setdefault(node.node_id, Patience())
         try:
-            answer = within(
+            answer = patience.within(
                 deadline_s + _SLACK_S,
                 lambda: self._ask(node.node_id, request, deadline_s),
-                request_name(request),
+                _name_of(request),
             )
         except (GetTimeoutError, ClusterUnreachable) as error:
             raise NodeError(
-                f"{where} did not answer {request_name(request)} within {deadline_s:g} s.",
+                f"{where} did not answer {_name_of(request)} within {deadline_s:g} s.",
                 "Check that the node is alive and can start another Ray worker.",
             ) from error
         except RayTaskError as error:
             cause = getattr(error, "cause", None) or error
-            raise NodeError(f"{where} failed at {request_name(request)}: {cause!r}.") from error
+            raise NodeError(f"{where} failed at {_name_of(request)}: {cause!r}.") from error
         except Exception as error:
             said = " ".join(str(error).split())[:300]
             raise NodeError(
-                f"{where} did not run {request_name(request)}: {type(error).__name__} {said}",
+                f"{where} did not run {_name_of(request)}: {type(error).__name__} {said}",
                 "The node may have left the cluster; find the run again.",
             ) from error
         if not isinstance(answer, dict):
-            raise NodeError(f"{where} answers {type(answer).__name__} to {request_name(request)}.")
+            raise NodeError(f"{where} answers {type(answer).__name__} to {_name_of(request)}.")
         return answer
 
     def _ask(self, node_id: str, request: dict[str, Any], deadline_s: float) -> Any:
@@ -85,6 +87,5 @@ class RayNodes:
         return self._task
 
 
-def request_name(request: dict[str, Any]) -> str:
-    """The operation, for errors."""
+def _name_of(request: dict[str, Any]) -> str:
     return str(request.get("op", "a request"))

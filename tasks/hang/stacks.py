@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Struct
 
 _LIBRARY = re.compile(r"(^|/)(site-packages|dist-packages)/|/lib/python3[.\d]*/|^<")
+_WRAPPER = re.compile(r"wrap(per|ped)|decorat|<lambda>", re.IGNORECASE)
 _COLLECTIVE_FILES = ("torch/distributed/distributed_c10d.py",)
 _COLLECTIVE_NATIVE = re.compile(r"\b(c10d::|nccl[A-Z]|ProcessGroup)")
 
@@ -98,8 +99,8 @@ def position(threads: Sequence[Thread]) -> Position | None:
 
 
 def _entry(above: Sequence[Frame]) -> Frame | None:
-    """The library call nearest to the user's frame that says something: decorators do not."""
-    telling = [frame for frame in above if "wrapper" not in frame.name.lower()]
+    """The library call nearest to the user's frame that says something: wrappers of decorators do not."""
+    telling = [frame for frame in above if not _WRAPPER.search(frame.name)]
     return telling[-1] if telling else None
 
 

@@ -204,7 +204,7 @@ def test_py_spy_that_dies_holding_its_target(rank, wrapper):
     holding = wrapper(
         'case "$*" in *--native*) kill -STOP "$pid"; exec sleep 600;; *) exec "$real" "$@";; esac'
     )
-    stack = dump(rank.pid, py_spy=holding, native_timeout_s=1.0)
+    stack = dump(rank.pid, py_spy=holding, native_timeout_s=3.0)
     assert stack["rung"] == "python"
     assert "train_step" in stack["text"]
     assert any("sent SIGCONT" in line for line in stack["failed"])
@@ -237,7 +237,7 @@ def in_kernel(start, tmp_path):
 @pytest.mark.usefixtures("_ptrace_allowed")
 def test_process_in_the_kernel_is_read_without_ptrace(in_kernel, monkeypatch):
     child, fifo = in_kernel
-    monkeypatch.setattr(node_part, "_PLAIN_S", 1.0)
+    monkeypatch.setattr(node_part, "_PLAIN_S", 1.5)
     stack = dump(child.pid, native_timeout_s=1.0)
     assert (stack["rung"], stack["state"]) == ("nonblocking", "D")
     assert "into_the_kernel" in functions(stack)
@@ -249,7 +249,7 @@ def test_process_in_the_kernel_is_read_without_ptrace(in_kernel, monkeypatch):
 @pytest.mark.usefixtures("_ptrace_allowed")
 def test_stop_that_waits_for_a_process_in_the_kernel_is_taken_back(in_kernel, wrapper, monkeypatch):
     child, fifo = in_kernel
-    monkeypatch.setattr(node_part, "_PLAIN_S", 1.0)
+    monkeypatch.setattr(node_part, "_PLAIN_S", 1.5)
     holding = wrapper(
         'case "$*" in *--nonblocking*) exec "$real" "$@";; *) kill -STOP "$pid"; exec sleep 600;; esac'
     )
