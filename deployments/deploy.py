@@ -5,10 +5,10 @@ from typing import Any
 from uuid import UUID
 
 from prefect.client.schemas.actions import WorkPoolCreate
-from prefect.client.schemas.schedules import IntervalSchedule
 from prefect.deployments.runner import RunnerDeployment
 from prefect.exceptions import ObjectNotFound
 from prefect.flows import Flow
+from prefect.schedules import Interval, Schedule
 from prefect.types.entrypoint import EntrypointType
 
 from flows.diagnose import diagnose_run
@@ -40,7 +40,7 @@ def deploy_watch(run: TrainingRun) -> UUID:
         f"watch-{run.slug}",
         description=f"Watches {run.run_name} for NCCL hangs, one shift after the other.",
         parameters={"run": run.slug},
-        schedule=IntervalSchedule(interval=SAFETY_NET, anchor_date=now() + SAFETY_NET),
+        schedule=Interval(SAFETY_NET, anchor_date=now() + SAFETY_NET),
     )
 
 
@@ -56,7 +56,7 @@ def _apply(
     *,
     description: str,
     parameters: dict[str, object] | None = None,
-    schedule: IntervalSchedule | None = None,
+    schedule: Schedule | None = None,
 ) -> UUID:
     deployment = RunnerDeployment.from_flow(
         flow,

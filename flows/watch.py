@@ -6,7 +6,7 @@ from prefect.states import Completed, Failed
 
 from flows.diagnose import diagnose_run
 from flows.remediate import remediate_run
-from tasks.follow import count_failure, next_step
+from tasks.follow import count_failure, steps
 from tasks.hang.errors import RankwatchError
 from tasks.shift import REFUSED, RUN_ENDED, WATCHED_ELSEWHERE, begin_shift, start_next_shift
 
@@ -35,13 +35,11 @@ def watch_run(run: str) -> State[None]:
     with shift:
         for _ in shift.polls():
             shift.look()
-            due = next_step(shift)
-            if due is None:
-                continue
-            step = diagnose_run if due.step == "diagnose" else remediate_run
-            try:
-                step(run=run, incident=due.incident_id)
-            except Exception as error:  # noqa: BLE001  whatever fails in a step, the watch goes on
-                count_failure(shift, due, error)
+            for due in steps(shift):
+                step = diagnose_run if due.step == "diagnose" else remediate_run
+                try:
+                    step(run=run, incident=due.incident_id)
+                except Exception as error:  # noqa: BLE001  whatever fails in a step, the watch goes on
+                    count_failure(shift, due, error)
     name = RUN_ENDED if shift.over == RUN_ENDED else None
     return Completed(name=name, message=shift.over or "The shift is over; the next one takes over.")

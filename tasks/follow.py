@@ -5,6 +5,7 @@ picks the incident up. Each phase is claimed, so two processes cannot both act.
 """
 
 import time
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import msgspec
@@ -43,6 +44,16 @@ class Due(msgspec.Struct, frozen=True):
 
     step: Step
     incident_id: str
+
+
+def steps(shift: Shift) -> Iterator[Due]:
+    """The steps that the open incident of a run needs now, one after the other; ends where a step did not
+    bring it further, so that polling goes on.
+    """
+    last: Due | None = None
+    while (due := next_step(shift)) is not None and due != last:
+        yield due
+        last = due
 
 
 def next_step(shift: Shift) -> Due | None:

@@ -49,6 +49,8 @@ RUN_ENDED = "Run ended"
 REFUSED = "Refused"
 _TELL_EVERY_S = 60.0
 _FIND_EVERY_S = 60.0
+_STARTS_WITHIN = timedelta(seconds=30)
+_SOON = timedelta(seconds=5)
 
 
 class Shift:
@@ -287,21 +289,31 @@ def start_next_shift(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any])
 
 def _start(client: SyncPrefectClient, deployment_id: UUID, slug: str) -> bool:
     """Create a run of a deployment for a training run, unless one is about to start."""
-    waiting = client.read_flow_runs(
+    under_way = client.read_flow_runs(
         flow_run_filter=FlowRunFilter(
             deployment_id=FlowRunFilterDeploymentId(any_=[deployment_id]),
             state=FlowRunFilterState(
-                type=FlowRunFilterStateType(any_=[StateType.SCHEDULED, StateType.PENDING])
+                type=FlowRunFilterStateType(any_=[StateType.SCHEDULED, StateType.PENDING, StateType.RUNNING])
             ),
         )
     )
-    soon = now() + timedelta(seconds=5)
-    if any(run.parameters.get("run") == slug and _is_starting(run, soon) for run in waiting):
+    last_owner, at = read_window(slug)[0].flow_run_id, now()
+    mine = [run for run in under_way if run.parameters.get("run") == slug and str(run.id) != last_owner]
+    if any(_is_starting(run, at) for run in mine):
         return False
     client.create_flow_run_from_deployment(deployment_id, parameters={"run": slug})
     return True
 
 
-def _is_starting(run: FlowRun, soon: datetime) -> bool:
-    due = run.expected_start_time
-    return run.state_type == StateType.PENDING or (due is not None and due <= soon)
+def _is_starting(run: FlowRun, at: datetime) -> bool:
+    """Whether a run that never owned the window will do so soon.
+
+    A run whose worker died with it stays Pending or Running for ever, so those states count for a while only.
+    """
+    match run.state_type:
+        case StateType.SCHEDULED:
+            return run.expected_start_time is not None and run.expected_start_time <= at + _SOON
+        case StateType.PENDING:
+            return run.expected_start_time is None or at - run.expected_start_time < _STARTS_WITHIN
+        case _:
+            return run.start_time is not None and at - run.start_time < _STARTS_WITHIN

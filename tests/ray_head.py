@@ -52,7 +52,7 @@ def ray_head(*, token: str | None = None, block_ours: bool = True, cpus: int = 2
     environment |= {"PYTHONPATH": str(folder / "site"), "RAY_AUTH_MODE": "token" if token else "disabled"}
     environment |= {"RAY_AUTH_TOKEN": token} if token else {}
     gcs, dashboard, client = free_ports(3)
-    command = [Path(sys.executable).with_name("ray"), "start", "--head", "--disable-usage-stats"]
+    command = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--disable-usage-stats"]
     command += [f"--port={gcs}", f"--dashboard-port={dashboard}", f"--ray-client-server-port={client}"]
     command += ["--dashboard-host=127.0.0.1", "--node-ip-address=127.0.0.1", f"--num-cpus={cpus}"]
     command += ["--min-worker-port=0", "--max-worker-port=0", "--dashboard-agent-listen-port=0"]

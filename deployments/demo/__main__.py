@@ -5,6 +5,7 @@ NCCL: there is no GPU here, so a stand-in serves RAS over NCCL's wire protocol, 
 each rank's Flight Recorder holds.
 """
 
+import json
 import re
 import shutil
 import signal
@@ -161,50 +162,78 @@ def _panel(log: str, story: Story, status: str) -> Panel:
 
 
 def _close(stage: Stage, story: Story, console: Console, submission: str) -> bool:
-    """Print the summary; True where everything happened that should."""
+    """Print the summary, leave it in summary.json; True where everything happened that should."""
     incidents = story.incidents()
-    job = stage.job(submission)
-    checks: list[tuple[str, bool]] = [
-        ("the job finished", job["status"] == "SUCCEEDED"),
-        ("exactly one incident was opened", len(incidents) == 1),
-    ]
+    status = str(stage.job(submission)["status"])
+    checks = {
+        "the job finished": status == "SUCCEEDED",
+        "exactly one incident was opened": len(incidents) == 1,
+    }
+    seconds: dict[str, float] = {}
     if incidents:
-        checks += _check(incidents[0], story, console)
-    for name, good in checks:
+        seconds = _seconds(incidents[0], story)
+        checks |= _check(incidents[0], seconds)
+        _show(incidents[0], seconds, console)
+    attempts = stage.attempts()
+    checks["Ray says that the first attempt failed, and why"] = (
+        len(attempts) > 1
+        and attempts[0]["status"] == "ERRORED"
+        and "NCCL hang" in str(attempts[0]["status_detail"])
+    )
+    for name, good in checks.items():
         if not good:
             console.print(f"[red]missing:[/red] {name}", highlight=False)
-    return all(good for _, good in checks)
+    summary = {
+        "mark": stage.mark,
+        "job": status,
+        "seconds": seconds,
+        "checks": checks,
+        "incident": incidents[0].model_dump(mode="json") if incidents else None,
+        "attempts": [{"status": a["status"], "status_detail": a["status_detail"]} for a in attempts],
+        "steps": _STEP.findall(stage.job_log(submission)),
+    }
+    (stage.folder / "summary.json").write_text(json.dumps(summary, indent=2))
+    return all(checks.values())
 
 
-def _check(incident: Incident, story: Story, console: Console) -> list[tuple[str, bool]]:
+def _seconds(incident: Incident, story: Story) -> dict[str, float]:
+    """Seconds from the last launch to each moment."""
     times = dict(incident.times)
     if (suspected := story.first("suspected")) is not None:
         times["suspected"] = suspected
+    return {key: (times[key] - times["opened"]).total_seconds() for key, _ in _MOMENTS if key in times}
+
+
+def _show(incident: Incident, seconds: dict[str, float], console: Console) -> None:
     table = Table(title="From the hang to the first new step")
     table.add_column("what")
     table.add_column("seconds after the last launch", justify="right")
     for key, words in _MOMENTS:
-        moment = f"{(times[key] - times['opened']).total_seconds():.1f}" if key in times else "never"
-        table.add_row(words, moment)
+        table.add_row(words, f"{seconds[key]:.1f}" if key in seconds else "never")
     console.print(table)
-    evidence = Path(incident.evidence)
     console.print(Text(str(incident.verdict.get("headline", "no verdict")), style="bold"))
     console.print(Text(str(incident.verdict.get("reason", ""))))
-    console.print(Text(f"Decision: {incident.decision}"))
+    console.print(
+        Text(f"Confidence {incident.verdict.get('confidence')}; {incident.decision.split(':')[0]}.")
+    )
+    evidence = Path(incident.evidence)
     console.print("Evidence:", str(evidence), soft_wrap=True, highlight=False)
     for path in sorted(evidence.rglob("*")):
         if path.is_file() and "ncclras_2" not in path.name:
             console.print(f"  {path.relative_to(evidence)}", style="dim", highlight=False)
     history = len(list(evidence.glob("nccl_ras/ncclras_2*.json")))
     console.print(f"  nccl_ras/ncclras_<timestamp>.json ({history} polls)", style="dim", highlight=False)
+
+
+def _check(incident: Incident, seconds: dict[str, float]) -> dict[str, bool]:
     suspects = [suspect["world_rank"] for suspect in incident.verdict.get("suspects", [])]
-    return [
-        *((f"it was {words}", key in times) for key, words in _MOMENTS),
-        (f"rank {CULPRIT_RANK} is the one suspect, not {suspects}", suspects == [CULPRIT_RANK]),
-        ("the in-job part failed the attempt", [a["outcome"] for a in incident.acts] == ["failed_attempt"]),
-        ("every capture is complete", _complete(evidence)),
-        ("the incident is closed", incident.phase == "closed"),
-    ]
+    return {
+        **{f"it was {words}": key in seconds for key, words in _MOMENTS},
+        f"rank {CULPRIT_RANK} is the one suspect (named: {suspects})": suspects == [CULPRIT_RANK],
+        "the in-job part failed the attempt": [a["outcome"] for a in incident.acts] == ["failed_attempt"],
+        "every capture is complete": _complete(Path(incident.evidence)),
+        "the incident is closed": incident.phase == "closed",
+    }
 
 
 def _complete(evidence: Path) -> bool:

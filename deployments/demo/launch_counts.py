@@ -28,7 +28,7 @@ _FUNCTIONS = {
     "sparse_all_reduce": "AllReduce",
     "barrier": "AllReduce",  # NCCL makes a barrier of one
 }
-_AFFIXES = ("_base", "_into_tensor_coalesced", "_tensor_coalesced", "_coalesced", "_barrier")
+_AFFIXES = ("_oop", "_base", "_into_tensor_coalesced", "_tensor_coalesced", "_coalesced", "_barrier")
 
 
 def function_of(profiling_name: str) -> str | None:

@@ -42,7 +42,7 @@ class Stage:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._mark = uuid.uuid4().hex
+        self.mark = uuid.uuid4().hex
         # Unix sockets allow 107 characters, and Ray puts some 60 of its own behind its folder.
         self._short = Path(tempfile.mkdtemp(prefix="rwd-", dir="/tmp"))
         names = (
@@ -94,7 +94,7 @@ class Stage:
         }
         return {
             **inherited,
-            _MARK: self._mark,
+            _MARK: self.mark,
             "PREFECT_API_URL": f"{self.ui}/api",
             "PREFECT_HOME": str(self.folder / "prefect"),
             "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
@@ -122,8 +122,8 @@ class Stage:
         end = time.monotonic() + 8
         while time.monotonic() < end and any(child.poll() is None for child in self._children.values()):
             time.sleep(0.1)
-        while marked := list(_marked(self._mark)):
-            for pid in marked:
+        while left := list(marked(self.mark)):
+            for pid in left:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.1)
@@ -144,16 +144,16 @@ class Stage:
             *("--object-store-memory", str(100 * 2**20), "--temp-dir", str(self._short / "r")),
         )
 
-    def start_prefect(self) -> None:
-        """Start a Prefect server with its UI."""
-        self._start(
+    def start_prefect(self) -> int:
+        """Start a Prefect server with its UI; returns its pid."""
+        return self._start(
             "prefect",
             *("prefect", "server", "start", "--host", _HOST, "--port", str(self._ports["prefect"])),
         )
 
-    def start_rankwatch(self) -> None:
-        """Start `rankwatch up`: worker and sweep."""
-        self._start("rankwatch", "rankwatch", "up")
+    def start_rankwatch(self) -> int:
+        """Start `rankwatch up`: worker and sweep; returns its pid."""
+        return self._start("rankwatch", "rankwatch", "up")
 
     def start_ras(self) -> None:
         """Start what stands in for NCCL's RAS server."""
@@ -196,6 +196,12 @@ class Stage:
         answer = httpx.get(f"{self.dashboard}/api/jobs/{submission_id}/logs", timeout=30)
         return str(answer.json().get("logs", "")) if answer.is_success else ""
 
+    def attempts(self) -> list[dict[str, Any]]:
+        """The attempts of the training run, oldest first, as Ray's state tells them."""
+        answer = httpx.get(f"{self.dashboard}/api/train/v2/runs/v1", timeout=60)
+        runs = answer.json()["train_runs"] if answer.is_success else []
+        return [attempt for run in runs if run["name"] == RUN_NAME for attempt in run["attempts"]]
+
     def rankwatch(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Run the command line of rankwatch to its end."""
         return subprocess.run(
@@ -231,7 +237,7 @@ class Stage:
         """Log file of a process."""
         return self.folder / "logs" / f"{name}.log"
 
-    def _start(self, name: str, program: str, *arguments: str) -> None:
+    def _start(self, name: str, program: str, *arguments: str) -> int:
         self.log(name).parent.mkdir(parents=True, exist_ok=True)
         with self.log(name).open("ab") as log:
             self._children[name] = subprocess.Popen(
@@ -242,6 +248,7 @@ class Stage:
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )
+        return self._children[name].pid
 
 
 def _program(name: str) -> str:
@@ -264,7 +271,7 @@ def _free_ports(count: int) -> list[int]:
     raise DemoFailed(f"No {count} free ports between {_PORTS[0]} and {_PORTS[1]}.")
 
 
-def _marked(mark: str) -> Iterator[int]:
+def marked(mark: str) -> Iterator[int]:
     """Processes that inherited the mark, but for this one."""
     wanted = f"{_MARK}={mark}".encode()
     for folder in Path("/proc").iterdir():

@@ -21,6 +21,7 @@ from tasks.adapters.ray_answers import (
     Job,
     TrainRun,
     WorkerProcess,
+    env_of,
     parse_announcement,
     parse_log,
 )
@@ -100,7 +101,7 @@ class RayRunDirectory:
         self._announced_names: dict[str, str] = {}
         self._environments: dict[str, dict[str, str]] = {}
         self._actor_environments: dict[str, dict[str, str]] = {}
-        self._submissions: dict[str, str] = {}
+        self._jobs: dict[str, Job] = {}
         self._gangs: dict[str, Found] = {}
 
     def find(self, run_name: str) -> Attempt:
@@ -121,7 +122,7 @@ class RayRunDirectory:
         if before is not None and not attempt.has_callback and has_same_processes(before, attempt):
             attempt = replace(attempt, attempt_id=before.attempt_id)
         self._found[run_name] = attempt
-        self._environments[run_name] = found.env
+        self._environments[run_name] = self._environment_of(found)
         return attempt
 
     def job_environment(self, run_name: str) -> dict[str, str]:
@@ -168,12 +169,12 @@ class RayRunDirectory:
         said = self._announced(name)
         names.update(self._announced_names.values())
         if said is not None:
-            yield of_announcement(said, self._checked_status(said), self._submission_of(said.job_id))
+            yield of_announcement(said, self._checked_status(said), self._job(said.job_id).submission_id)
         runs = self._dashboard.train_runs()
         names.update(run.name for run in runs)
         tracked = [of_run(run) for run in runs if name in (run.id, run.name)]
         if tracked:
-            yield self._with_env(max(tracked, key=lambda found: found.since_s))
+            yield max(tracked, key=lambda found: found.since_s)
         gangs = self._running_gangs()
         names.update(gang.attempt.run_name for gang in gangs)
         running = [gang for gang in gangs if gang.attempt.run_name == name]
@@ -228,18 +229,24 @@ class RayRunDirectory:
             return False  # a dashboard that is down is no reason to stop watching
         return actor is None or actor.state == "DEAD"
 
-    def _with_env(self, found: Found) -> Found:
-        """Add what Ray Train hands on from the driver's own environment: state tracking shows only what the
-        job was submitted with, and NCCL_RAS_ADDR is as often exported in a shell.
+    def _environment_of(self, found: Found) -> dict[str, str]:
+        """What the job was submitted with, over it what Ray Train hands on from the driver's own environment
+        (NCCL_RAS_ADDR is as often exported in a shell), over it what the ranks or the run say.
         """
         attempt = found.attempt
-        if attempt.finished or not attempt.ranks or not attempt.ranks[0].actor_id:
-            return found
-        actor_id = attempt.ranks[0].actor_id
-        if actor_id not in self._actor_environments:
-            actor = self._dashboard.actor(actor_id)
+        env = env_of(self._job(attempt.job_id).runtime_env)
+        if attempt.ranks and not attempt.finished:
+            env |= self._actor_environment(attempt.ranks[0].actor_id)
+        return env | found.env
+
+    def _actor_environment(self, actor_id: str) -> dict[str, str]:
+        if actor_id and actor_id not in self._actor_environments:
+            try:
+                actor = self._dashboard.actor(actor_id)
+            except ClusterError:
+                return {}
             self._actor_environments = {actor_id: actor.env if actor else {}}
-        return replace(found, env=found.env | self._actor_environments[actor_id])
+        return self._actor_environments.get(actor_id, {})
 
     def _running_gangs(self) -> list[Found]:
         """Way (c), one for each placement group that holds ranks: a group is one attempt."""
@@ -257,7 +264,7 @@ class RayRunDirectory:
                     seats = [seat for seat in looked if seat is not None]
                 if not seats:
                     continue  # no log says yet what run it is
-                gang = of_gang(group, seats, self._submission_of(actors[0].job_id))
+                gang = of_gang(group, seats, self._job(actors[0].job_id).submission_id)
                 gangs.append(gang)
                 if len(seats) == len(actors):  # else a log was late: look again next time
                     self._gangs[group] = gang
@@ -273,12 +280,14 @@ class RayRunDirectory:
                 return Seat(actor, process, said)
         return None
 
-    def _submission_of(self, job_id: str) -> str:
-        """The submission behind a job, empty for a plain driver. Asked once for each job."""
-        if job_id and job_id not in self._submissions:
+    def _job(self, job_id: str) -> Job:
+        """The job of a run, asked once; an empty one where it cannot be had, since only its environment and
+        stopping it whole depend on it.
+        """
+        if job_id and job_id not in self._jobs:
             try:
-                found = {job.job_id: job.submission_id for job in self._dashboard.jobs()}
+                found = {job.job_id: job for job in self._dashboard.jobs()}
             except ClusterError:
-                return ""  # only stopping the whole job needs it
-            self._submissions[job_id] = found.get(job_id, "")
-        return self._submissions.get(job_id, "")
+                return Job()
+            self._jobs[job_id] = found.get(job_id, Job())
+        return self._jobs.get(job_id, Job())

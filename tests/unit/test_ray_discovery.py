@@ -243,8 +243,13 @@ def test_of_two_ends_the_later_one_counts(dashboard):
 
 
 def test_the_environment_of_the_job_without_its_secrets(dashboard):
+    variables = {"RAY_TRAIN_NCCL_RAS_ACTION": "fail", "NCCL_RAS_ADDR": "0.0.0.0:1", "WANDB_API_KEY": "x"}
+    dashboard.known_jobs = [Job(job_id="02000000", runtime_env={"env_vars": variables})]
     runs = directory(dashboard, FakeKv(announced()))
-    assert runs.job_environment("demo") == {"NCCL_RAS_ADDR": "0.0.0.0:28028"}
+    assert runs.job_environment("demo") == {
+        "RAY_TRAIN_NCCL_RAS_ACTION": "fail",
+        "NCCL_RAS_ADDR": "0.0.0.0:28028",
+    }
 
 
 def test_a_store_that_fails_leaves_the_other_ways(dashboard):
