@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tasks.adapters.object_store import LocalStore
-from tasks.adapters.ports import Ack
+from tasks.adapters.ports import Ack, RasSource, RunDirectory
 from tasks.adapters.ras_ring import RasRing
 from tasks.hang.errors import RankwatchError, RasUnreachable, RunNotFound
 from tasks.hang.run import Attempt, Node, Rank
@@ -96,7 +96,7 @@ class FakeChannel:
         del run_id
 
 
-def eyes(folder: Path, ras: FakeRas, directory: FakeDirectory, **parts: Any) -> Eyes:
+def eyes(folder: Path, ras: RasSource, directory: RunDirectory, **parts: Any) -> Eyes:
     """Real store, ring and settings in `folder`; everything else as given."""
     block = {
         "poll_interval_s": 0.05,

@@ -27,6 +27,7 @@ CULPRIT_RANK = 2  # its shard holds the corrupt record; train.py, which says so,
 _MARK = "RANKWATCH_DEMO"
 _HOST = "127.0.0.1"
 _PORTS = (20000, 32000)  # Ray refuses 10002-19999, and Linux hands out 32768 and above by itself
+_NOT_YET = "No available agent"  # the dashboard answers before the agent that starts jobs is there
 
 
 class DemoFailed(Exception):
@@ -56,7 +57,7 @@ class Stage:
             "prefect",
             "ras",
         )
-        self._ports = dict(zip(names, _free_ports(len(names)), strict=True))
+        self._ports = dict(zip(names, free_ports(len(names)), strict=True))
         self._children: dict[str, subprocess.Popen[bytes]] = {}
 
     @property
@@ -119,7 +120,7 @@ class Stage:
         for child in self._children.values():
             if child.poll() is None:
                 child.terminate()
-        end = time.monotonic() + 8
+        end = time.monotonic() + 5
         while time.monotonic() < end and any(child.poll() is None for child in self._children.values()):
             time.sleep(0.1)
         while left := list(marked(self.mark)):
@@ -144,16 +145,16 @@ class Stage:
             *("--object-store-memory", str(100 * 2**20), "--temp-dir", str(self._short / "r")),
         )
 
-    def start_prefect(self) -> int:
-        """Start a Prefect server with its UI; returns its pid."""
-        return self._start(
+    def start_prefect(self) -> None:
+        """Start a Prefect server with its UI."""
+        self._start(
             "prefect",
             *("prefect", "server", "start", "--host", _HOST, "--port", str(self._ports["prefect"])),
         )
 
-    def start_rankwatch(self) -> int:
-        """Start `rankwatch up`: worker and sweep; returns its pid."""
-        return self._start("rankwatch", "rankwatch", "up")
+    def start_rankwatch(self) -> None:
+        """Start `rankwatch up`: worker and sweep."""
+        self._start("rankwatch", "rankwatch", "up")
 
     def start_ras(self) -> None:
         """Start what stands in for NCCL's RAS server."""
@@ -179,10 +180,14 @@ class Stage:
             "TORCH_FR_BUFFER_SIZE": "2000",
         }
         job: dict[str, Any] = {"entrypoint": " ".join(train), "runtime_env": {"env_vars": env}}
-        answer = httpx.post(f"{self.dashboard}/api/jobs/", json=job, timeout=60)
-        if answer.is_error:
-            raise DemoFailed(f"Ray did not take the job: {answer.text[-500:]}")
-        return str(answer.json()["submission_id"])
+
+        def submit() -> str:
+            answer = httpx.post(f"{self.dashboard}/api/jobs/", json=job, timeout=60)
+            if answer.is_error and _NOT_YET not in answer.text:
+                raise DemoFailed(f"Ray did not take the job: {answer.text[-500:]}")
+            return str(answer.json()["submission_id"]) if answer.is_success else ""
+
+        return str(self.wait_for("Submitting the job", submit, within_s=120, child="ray"))
 
     def job(self, submission_id: str) -> dict[str, Any]:
         """The job as Ray's dashboard tells it."""
@@ -233,11 +238,15 @@ class Stage:
         """Whether something answers at a URL."""
         return lambda: httpx.get(url, timeout=5).is_success
 
+    def pid(self, name: str) -> int:
+        """Process id of ray, prefect, rankwatch or ras."""
+        return self._children[name].pid
+
     def log(self, name: str) -> Path:
         """Log file of a process."""
         return self.folder / "logs" / f"{name}.log"
 
-    def _start(self, name: str, program: str, *arguments: str) -> int:
+    def _start(self, name: str, program: str, *arguments: str) -> None:
         self.log(name).parent.mkdir(parents=True, exist_ok=True)
         with self.log(name).open("ab") as log:
             self._children[name] = subprocess.Popen(
@@ -248,14 +257,13 @@ class Stage:
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )
-        return self._children[name].pid
 
 
 def _program(name: str) -> str:
     return sys.executable if name == "python" else str(Path(sys.executable).with_name(name))
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     """Ports that nobody listens on now, all different."""
     found: list[int] = []
     with contextlib.ExitStack() as held:

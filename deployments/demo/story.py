@@ -2,12 +2,15 @@
 
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 from msgspec import Struct
+from prefect.blocks.core import Block
 
 from tasks.blocks import Incident
+
+B = TypeVar("B", bound=Block)
 
 
 class Told(Struct, frozen=True):
@@ -75,8 +78,11 @@ class Story:
 
     def incidents(self) -> list[Incident]:
         """The incidents that are stored, oldest first."""
+        return sorted(self.blocks(Incident), key=lambda incident: incident.times["opened"])
+
+    def blocks(self, kind: type[B]) -> list[B]:
+        """All blocks of a kind."""
         answer = self._api.post("/block_documents/filter", json={"include_secrets": False, "limit": 200})
         answer.raise_for_status()
-        slug = Incident.get_block_type_slug()
-        found = [Incident(**d["data"]) for d in answer.json() if d["block_type"]["slug"] == slug]
-        return sorted(found, key=lambda incident: incident.times["opened"])
+        slug = kind.get_block_type_slug()
+        return [kind(**d["data"]) for d in answer.json() if d["block_type"]["slug"] == slug]

@@ -1,0 +1,15 @@
+"""A poll that is a flow run of its own: what rankwatch does not do, and why."""
+
+from prefect import flow
+
+from tasks.adapters.local_node import LocalNode
+from tasks.adapters.ras import NodeRas
+from tasks.hang.report import parse_report
+from tests.fakes import attempt
+
+
+@flow
+def one_poll(addr: str) -> int:
+    """Ask RAS once, in a flow run."""
+    ras = NodeRas(LocalNode(), method="socket", addr=addr, collect_timeout_s=5, deadline_s=10)
+    return len(parse_report(ras.status(attempt(pids=(17697,)))).records)
