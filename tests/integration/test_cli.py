@@ -1,0 +1,110 @@
+"""What people type, and what they are told when it cannot work: one sentence that names the field."""
+
+import socket
+import sys
+import uuid
+
+import pytest
+
+from deployments.cli import main
+from tasks.blocks import HangWindow, TrainingRun
+from tasks.hang.errors import RunNotFound
+from tasks.ownership import now
+from tasks.wiring import load_run
+
+
+@pytest.fixture
+def rankwatch(monkeypatch, capsys):
+    """Run the command line; returns (exit code, stdout, stderr)."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["rankwatch", *map(str, arguments)])
+        code = 0
+        try:
+            main()
+        except SystemExit as ended:
+            code = ended.code or 0
+        told = capsys.readouterr()
+        return code, told.out, " ".join(told.err.split())
+
+    return run
+
+
+@pytest.fixture
+def nobody():
+    """host:port at which nothing listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        yield f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+def add(rankwatch, tmp_path, nobody, *more, storage=None):
+    address = ("--ray-address", nobody, "--ray-dashboard-url", f"http://{nobody}")
+    return rankwatch("add", "ghost", *address, "--storage-path", storage or tmp_path, *more)
+
+
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        (("--poll-interval-s", "700"), "poll_interval_s (700 s) is longer than confirm_duration_s (600 s)"),
+        (("--poll-interval-s", "0"), "poll-interval-s"),
+        (("--confirm-duration-s", "-5"), "confirm-duration-s"),
+        (("--ras-addr", "host:port:1"), "host:port:1"),
+        (("--action", "kill"), "kill"),
+        (("--source", "telepathy"), "telepathy"),
+        (("--poll-interval-s", "soon"), "soon"),
+        ((), "Nothing answers at ray_address"),
+    ],
+)
+def test_what_cannot_work_is_refused_by_name_before_anything_starts(rankwatch, tmp_path, nobody, more, named):
+    code, _, told = add(rankwatch, tmp_path, nobody, *more)
+    assert code == 2
+    assert named in told
+    assert "Traceback" not in told
+    with pytest.raises(RunNotFound):
+        load_run("ghost")
+
+
+@pytest.mark.parametrize("address", ["auto", "", "head", "http://head:1"])
+def test_an_address_must_be_explicit(rankwatch, tmp_path, address):
+    code, _, told = rankwatch("add", "ghost", "--ray-address", address, "--storage-path", tmp_path)
+    assert code == 2
+    assert "ray_address" in told or "ray-address" in told
+
+
+def test_a_storage_path_that_cannot_be_written_is_refused(rankwatch, tmp_path, nobody):
+    (tmp_path / "file").write_text("not a folder")
+    code, _, told = add(rankwatch, tmp_path, nobody, storage=tmp_path / "file" / "evidence")
+    assert code == 2
+    assert "storage_path" in told
+    assert str(tmp_path / "file") in told
+
+
+def test_a_store_that_this_version_has_not_is_refused(rankwatch, tmp_path, nobody):
+    code, _, told = add(rankwatch, tmp_path, nobody, storage="s3://bucket/prefix")
+    assert code == 2
+    assert "s3://bucket/prefix" in told
+
+
+def test_a_token_is_never_shown(rankwatch, tmp_path, nobody):
+    code, out, told = add(rankwatch, tmp_path, nobody, "--ray-token", "hunter2-secret")
+    assert code == 2
+    assert "hunter2" not in out + told
+
+
+def test_an_unknown_run_has_no_status(rankwatch):
+    code, _, told = rankwatch("status", f"nobody-{uuid.uuid4().hex[:6]}")
+    assert code == 2
+    assert "rankwatch add" in told
+
+
+def test_the_status_of_a_run_says_who_watches_it(rankwatch):
+    name = f"run-{uuid.uuid4().hex[:6]}"
+    TrainingRun(
+        run_name=name, ray_address="h:1", ray_dashboard_url="http://h:1", storage_path="/nowhere"
+    ).save(name)
+    code, out, _ = rankwatch("status", name)
+    assert (code, "no sign" in out) == (0, True)
+    HangWindow(run_name=name, owner="far-away-1:2:3", heartbeat_at=now()).save(name)
+    code, out, _ = rankwatch("status", name)
+    assert (code, "far-away-1:2:3" in out) == (0, True)
