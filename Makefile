@@ -18,12 +18,12 @@ demo: $(READY) ## a real training run hangs, is explained, restarted and finishe
 	$(BIN)/python -m deployments.demo $(if $(KEEP),--keep)
 
 test: $(READY) ## unit, contract, integration and one end-to-end test
-	$(BIN)/python -m pytest tests/unit tests/contract tests/integration tests/e2e
+	$(BIN)/python -m pytest tests/unit tests/contract tests/integration tests/e2e/test_demo.py
 
 unit: $(READY)
 	$(BIN)/python -m pytest tests/unit tests/contract
 
-e2e: $(READY)
+e2e: $(READY) ## all end-to-end tests: the demo, and killing the watch in every way (15 minutes)
 	$(BIN)/python -m pytest tests/e2e
 
 lint: $(READY)

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,21 +37,22 @@ class Head:
     dashboard_url: str
     session: int
     token: str | None
+    ports: tuple[int, int, int]
 
 
 @contextmanager
-def ray_head(*, token: str | None = None, block_ours: bool = True, cpus: int = 2) -> Iterator[Head]:
-    """Run a head until the block ends.
+def ray_head(*, token: str | None = None, cpus: int = 2, ports: Sequence[int] = ()) -> Iterator[Head]:
+    """Run a head until the block ends, on the ports of an earlier one where they are given.
 
     The folder is short and directly under the system's one: a socket's path may have 107 characters.
     """
     folder = Path(tempfile.mkdtemp(prefix="rw"))
     (folder / "site").mkdir()
-    (folder / "site" / "sitecustomize.py").write_text(BLOCKER if block_ours else "")
+    (folder / "site" / "sitecustomize.py").write_text(BLOCKER)
     environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
     environment |= {"PYTHONPATH": str(folder / "site"), "RAY_AUTH_MODE": "token" if token else "disabled"}
     environment |= {"RAY_AUTH_TOKEN": token} if token else {}
-    gcs, dashboard, client = free_ports(3)
+    gcs, dashboard, client = ports or free_ports(3)
     command = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--disable-usage-stats"]
     command += [f"--port={gcs}", f"--dashboard-port={dashboard}", f"--ray-client-server-port={client}"]
     command += ["--dashboard-host=127.0.0.1", "--node-ip-address=127.0.0.1", f"--num-cpus={cpus}"]
@@ -70,7 +71,9 @@ def ray_head(*, token: str | None = None, block_ours: bool = True, cpus: int = 2
         url = f"http://127.0.0.1:{dashboard}"
         until(lambda: node_is_alive(url, token), START_S, "the dashboard")
         until(lambda: listens(client), START_S, "the Ray Client server")
-        yield Head(f"127.0.0.1:{gcs}", f"ray://127.0.0.1:{client}", url, started.pid, token)
+        yield Head(
+            f"127.0.0.1:{gcs}", f"ray://127.0.0.1:{client}", url, started.pid, token, (gcs, dashboard, client)
+        )
     finally:
         kill_session(started.pid)
         started.wait(timeout=30)

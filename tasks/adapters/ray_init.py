@@ -28,10 +28,14 @@ _SHUT_OUT = (
     "RAY_AUTH_TOKEN",
     "RAY_AUTH_TOKEN_PATH",
 )
-# After 60 s without the head Ray ends the process of a driver, without a word to it. A watch outlives that:
-# its shift goes on, and connects anew when the head is back.
-_RECONNECT = "RAY_gcs_rpc_server_reconnect_timeout_s"
-_RECONNECT_S = 3600
+# How Ray should behave in a process that watches, unless the environment says otherwise. After 60 s without
+# the head Ray ends the process of a driver, without a word to it; a watch goes on, and connects anew when the
+# head is back. And the thread that exports Ray's metrics was seen to crash a driver of Ray 2.60 (SIGSEGV in
+# opentelemetry, just after ray.init); nobody needs the metrics of a watcher.
+_PREFERRED = {
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "3600",
+    "RAY_enable_metrics_collection": "0",
+}
 _WAYS_IN = (
     "An address host:port works only on a node of that cluster; from outside set ray_address to "
     "ray://<head>:10001."
@@ -106,9 +110,11 @@ def _environment(mode: str, token: str | None) -> Iterator[None]:
 
     Ray keeps the token that it has read, so it need not stay where child processes inherit it.
     """
-    kept = {name: os.environ.pop(name) for name in (*_SHUT_OUT, _RECONNECT) if name in os.environ}
+    kept = {name: os.environ[name] for name in (*_SHUT_OUT, *_PREFERRED) if name in os.environ}
+    for name in _SHUT_OUT:
+        os.environ.pop(name, None)
+    os.environ.update({name: kept.get(name, value) for name, value in _PREFERRED.items()})
     os.environ["RAY_AUTH_MODE"] = mode
-    os.environ[_RECONNECT] = kept.get(_RECONNECT, str(_RECONNECT_S))
     if token and mode != "disabled":
         os.environ["RAY_AUTH_TOKEN"] = token
     _reread_configuration()
@@ -116,7 +122,7 @@ def _environment(mode: str, token: str | None) -> Iterator[None]:
         with _without_uv():
             yield
     finally:
-        for name in (*_SHUT_OUT, _RECONNECT):
+        for name in (*_SHUT_OUT, *_PREFERRED):
             os.environ.pop(name, None)
         os.environ.update(kept)
 

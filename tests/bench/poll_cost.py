@@ -5,6 +5,7 @@ starts. CPU milliseconds of the client (for a flow run of its own: the worker an
 starts) and of the server, from /proc; the machine may be busy, so ratios count, not single numbers.
 """
 
+import contextlib
 import json
 import os
 import subprocess
@@ -17,6 +18,7 @@ from typing import Any
 import httpx
 import psutil
 from prefect.deployments.runner import RunnerDeployment
+from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.types.entrypoint import EntrypointType
 from rich.console import Console
 from rich.table import Table
@@ -26,12 +28,11 @@ from deployments.demo.ras_server import RasServer
 from deployments.demo.stage import free_ports
 from deployments.deploy import WORK_POOL, ensure_pool
 from tasks.ownership import server
-from tests.bench.one_poll import one_poll
+from tests.bench.one_poll import REPORT, one_poll
 
 POLLS_IN_SHIFT = 200
 RUNS = 5
 ROOT = Path(__file__).parents[2]
-REPORT = ROOT / "tests" / "data" / "ras" / "v2.30.7" / "healthy_world_n8.json"
 
 
 def cpu_s(pid: int) -> float:
@@ -129,8 +130,9 @@ def main() -> None:
     addr = ras.addr
     (port,) = free_ports(1)
     api = f"http://127.0.0.1:{port}/api"
-    with tempfile.TemporaryDirectory() as home:
+    with tempfile.TemporaryDirectory() as home, contextlib.ExitStack() as stack:
         os.environ |= {"PREFECT_HOME": home, "PREFECT_API_URL": api}
+        stack.enter_context(temporary_settings({PREFECT_API_URL: api}))
         prefect = start("prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port))
         try:
             while not is_up(f"{api}/health"):

@@ -7,13 +7,17 @@ import time
 import uuid
 from pathlib import Path
 
+import msgspec
+
 import flows.watch
 import tasks.shift
 from tasks.adapters.local_node import LocalNode
 from tasks.adapters.ras import NodeRas
 from tasks.blocks import TrainingRun
 from tasks.hang.run import Attempt
-from tests.fakes import FakeDirectory, attempt, eyes
+from tasks.ownership import read_window
+from tests.bench.one_poll import JOB
+from tests.fakes import FakeDirectory, eyes
 
 POLL_S = 0.2
 
@@ -32,12 +36,12 @@ class Bounded(FakeDirectory):
     """A run that ends after so many polls."""
 
     def __init__(self, ras: Counted, polls: int) -> None:
-        super().__init__(attempt(pids=(17697,)))
+        super().__init__(JOB)
         self.ras, self.polls = ras, polls
 
     def find(self, run_name: str) -> Attempt:
         over = self.ras.polls >= self.polls
-        self.found = attempt(pids=(17697,), status="finished" if over else "running")
+        self.found = msgspec.structs.replace(JOB, status="finished" if over else "running")
         return super().find(run_name)
 
 
@@ -63,6 +67,8 @@ def main(addr: str, polls: int) -> None:
         setattr(tasks.shift, "eyes_of", lambda _: seen)  # noqa: B010  the shift must not look for Ray
         began = time.process_time()
         flows.watch.watch_run(run.slug)
+        if read_window(run.slug)[0].window["blind"]:
+            raise SystemExit("The watch was blind: nothing was measured.")
         sys.stdout.write(json.dumps({"client_s": time.process_time() - began, "polls": ras.polls}) + "\n")
 
 

@@ -34,7 +34,7 @@ from tasks.hang.errors import (
     VersionMismatch,
 )
 from tasks.hang.run import Node
-from tests.ray_head import REPOSITORY, free_ports, members_of, ray_head, until
+from tests.ray_head import REPOSITORY, free_ports, kill_session, members_of, ray_head, until
 
 ODD_PART = """
 import os, signal, time
@@ -479,6 +479,48 @@ def test_a_head_that_does_not_answer_is_given_up_once(cluster, head):
     finally:
         os.kill(gcs, signal.SIGCONT)
     until(lambda: answers(kv), 60, "the store to answer again")
+
+
+def test_a_head_that_is_started_anew_at_the_same_address(guarded):
+    """The connection of before is of no use, and the next connect makes a new one. Ends the second head."""
+    program = """
+        import sys
+        from tasks.adapters.ray_cluster import connect
+        from tasks.adapters.ray_kv import RayKv
+        print(connect(*sys.argv[1:4]).versions.session_name, flush=True)
+        sys.stdin.readline()
+        session = connect(*sys.argv[1:4]).versions.session_name
+        RayKv().put("x", b"1")
+        print(session, RayKv().get("x").decode(), flush=True)
+    """
+    driver = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            textwrap.dedent(program),
+            guarded.address,
+            guarded.dashboard_url,
+            guarded.token,
+        ],
+        cwd=REPOSITORY,
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        assert driver.stdout is not None
+        before = driver.stdout.readline().strip()
+        kill_session(guarded.session)
+        with ray_head(token=guarded.token, ports=guarded.ports):
+            said, _ = driver.communicate("go on\n", timeout=180)
+    finally:
+        driver.kill()
+        driver.wait(timeout=30)
+    session, value = said.split()
+    assert before.startswith("session_")
+    assert session != before
+    assert value == "1"
 
 
 def answers(kv: RayKv) -> bool:
