@@ -6,6 +6,8 @@ from tasks.hang.policy import Action, HangPolicy
 from tasks.hang.verdict import Verdict, ranges
 from tasks.hang.window import Blind, Confirmed, Event, Frozen, Progressing, State, Suspected, Window
 
+_ROWS = 200
+
 
 def duration(seconds: float) -> str:
     """`45 s`, `10 min`, `2 h 5 min`."""
@@ -101,14 +103,15 @@ def _row(key: str, state: State) -> dict[str, str]:
 
 
 def state_markdown(run_name: str, window: Window, at: str) -> str:
-    """What the UI shows of a run: one sentence, then each communicator that is not just progressing."""
+    """What the UI shows of a run: one sentence, then the state of each communicator, the worst first."""
     rows = state_table(window)
-    stalled = [row for row in rows if row["state"] != "progressing"]
     lines = [f"# {run_name}", "", f"{summary(window)} ({at})", ""]
-    if stalled:
-        header = list(stalled[0])
+    if rows:
+        header = list(rows[0])
         lines += ["| " + " | ".join(header) + " |", "|" + " --- |" * len(header)]
-        lines += ["| " + " | ".join(row[column] for column in header) + " |" for row in stalled[:100]]
+        lines += ["| " + " | ".join(row.values()) + " |" for row in rows[:_ROWS]]
+    if len(rows) > _ROWS:
+        lines += ["", f"And {len(rows) - _ROWS} more, none in a worse state."]
     return "\n".join(lines)
 
 

@@ -1,6 +1,7 @@
 """The watch flow on a real Prefect server; the training run is scripted."""
 
 import json
+import time
 import uuid
 from typing import Any
 
@@ -119,6 +120,23 @@ def incidents(slug: str) -> list[Incident]:
     return [i for i in map(Incident._from_block_document, documents) if i.run_name == slug]
 
 
+def events(slug: str, until: str) -> list[str]:
+    """Names of the events about a run and its incidents, oldest first; they arrive after a while."""
+    names: list[str] = []
+    with get_client(sync_client=True) as client:
+        end = time.monotonic() + 60
+        while until not in names and time.monotonic() < end:
+            wanted = {"event": {"prefix": ["rankwatch."]}, "order": "ASC"}
+            answer = client.request("POST", "/events/filter", json={"filter": wanted, "limit": 50})
+            names = [
+                event["event"].removeprefix("rankwatch.")
+                for event in answer.json()["events"]
+                if slug in json.dumps(event)
+            ]
+            time.sleep(0.2)
+    return names
+
+
 def files(folder) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
@@ -156,8 +174,13 @@ def test_a_hang_is_found_explained_failed_and_closed_when_the_next_attempt_moves
     assert window.run_ended
     assert window.incident == ""
     with get_client(sync_client=True) as client:
-        keys = {artifact.key for artifact in client.read_artifacts()}
-    assert {f"watch-{slug}", f"verdict-{slug}"} <= keys
+        shown = {artifact.key: str(artifact.data) for artifact in client.read_artifacts()}
+    assert {f"watch-{slug}", f"verdict-{slug}"} <= shown.keys()
+    assert "train.py:9 in load" in shown[f"verdict-{slug}"]
+    told = events(slug, until="incident.closed")
+    order = ["suspected", "confirmed", "incident.diagnosed", "incident.decided", "incident.acted", "attempt"]
+    assert [name for name in told if name in order] == order
+    assert "watching" in told
 
 
 def test_observe_captures_everything_and_touches_nothing(watched, tmp_path):
