@@ -11,13 +11,13 @@ from rich.table import Table
 from deployments.deploy import deploy_watch, ensure_pool
 from deployments.up import up as run_up
 from tasks.blocks import TrainingRun, slug_of
+from tasks.handover import start_shift
 from tasks.hang.errors import RankwatchError
 from tasks.hang.memory import recall
 from tasks.hang.policy import Action
 from tasks.ownership import SERVER_ERRORS, now, owner_is_there, read_window
 from tasks.reporting.wording import summary
 from tasks.settings import RasPlace, RasSourceName
-from tasks.shift import start_shift
 from tasks.wiring import eyes_of, load_run
 
 app = App(name="rankwatch", help="Watches distributed training runs for NCCL hangs.")

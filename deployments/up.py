@@ -18,8 +18,8 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from deployments.deploy import WORK_POOL, deploy_by_hand, ensure_pool
 from tasks.blocks import HangWindow, TrainingRun
+from tasks.handover import start_shift
 from tasks.ownership import SERVER_ERRORS, now, owner_is_there, read_window, server
-from tasks.shift import start_shift
 
 SWEEP_EVERY_S = 5.0
 _SERVER_WITHIN_S = 180.0

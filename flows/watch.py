@@ -7,8 +7,9 @@ from prefect.states import Completed, Failed
 from flows.diagnose import diagnose_run
 from flows.remediate import remediate_run
 from tasks.follow import count_failure, steps
+from tasks.handover import REFUSED, RUN_ENDED, WATCHED_ELSEWHERE, start_next_shift
 from tasks.hang.errors import RankwatchError
-from tasks.shift import REFUSED, RUN_ENDED, WATCHED_ELSEWHERE, begin_shift, start_next_shift
+from tasks.shift import begin_shift
 
 
 @flow(
@@ -38,7 +39,8 @@ def watch_run(run: str) -> State[None]:
             for due in steps(shift):
                 step = diagnose_run if due.step == "diagnose" else remediate_run
                 try:
-                    step(run=run, incident=due.incident_id)
+                    with shift.busy():
+                        step(run=run, incident=due.incident_id)
                 except Exception as error:  # noqa: BLE001  whatever fails in a step, the watch goes on
                     count_failure(shift, due, error)
     name = RUN_ENDED if shift.over == RUN_ENDED else None

@@ -1,31 +1,23 @@
-"""One flow run's watch over a training run, and who watches next."""
+"""One flow run's watch over a training run."""
 
 import random
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from datetime import datetime, timedelta
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 from uuid import UUID
 
 import msgspec
-from prefect import Flow
-from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
-from prefect.client.schemas.filters import (
-    FlowRunFilter,
-    FlowRunFilterDeploymentId,
-    FlowRunFilterState,
-    FlowRunFilterStateType,
-)
-from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.events import emit_event
-from prefect.exceptions import ObjectNotFound
 from prefect.logging import get_run_logger
 from prefect.runtime import flow_run as current_run
 
 from tasks.blocks import TrainingRun
+from tasks.handover import RUN_ENDED
 from tasks.hang.errors import ClusterError, NotOurs, RunNotFound
 from tasks.hang.incident import Incident, incident_of
 from tasks.hang.memory import recall, remember
@@ -44,13 +36,10 @@ from tasks.poll import look, poll
 from tasks.reporting.wording import state_markdown, summary, tell
 from tasks.wiring import Eyes, eyes_of, load_run
 
-WATCHED_ELSEWHERE = "Watched elsewhere"
-RUN_ENDED = "Run ended"
-REFUSED = "Refused"
 _TELL_EVERY_S = 60.0
 _FIND_EVERY_S = 60.0
-_STARTS_WITHIN = timedelta(seconds=30)
-_SOON = timedelta(seconds=5)
+_BEAT_EVERY_S = 5.0
+_LOST_FOR_S = 120.0  # then a new process shall connect anew
 
 
 class Shift:
@@ -79,6 +68,7 @@ class Shift:
         self._flow_run_id = UUID(str(current_run.id)) if current_run.id else None
         self._told_at = 0.0
         self._found_at = time.monotonic()
+        self._lost_at = 0.0
         self._trouble = ""
 
     def __enter__(self) -> Self:
@@ -126,6 +116,23 @@ class Shift:
         self._keep_record(changed=bool(events))
         return events
 
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """Go on saying that we are there while something takes longer than a poll."""
+        done = threading.Event()
+
+        def beat() -> None:
+            while not done.wait(_BEAT_EVERY_S):
+                self._keep_record()
+
+        beating = threading.Thread(target=beat, name="heartbeat", daemon=True)
+        beating.start()
+        try:
+            yield
+        finally:
+            done.set()
+            beating.join()
+
     def incident(self) -> Incident | None:
         """The incident that the window holds."""
         return incident_of(self.run.run_name, self.window)
@@ -148,7 +155,11 @@ class Shift:
             found = self.eyes.find()
         except (RunNotFound, ClusterError) as error:
             self._log.info("%s", error)
+            self._lost_at = self._lost_at or time.monotonic()
+            if time.monotonic() - self._lost_at > _LOST_FOR_S:
+                self.over = f"The run cannot be found: {error}"
             return
+        self._lost_at = 0.0
         self._found_at = time.monotonic()
         if found.attempt_id != self.attempt.attempt_id:
             self._log.info("%s is in attempt %s now.", self.run.run_name, found.attempt_id)
@@ -253,67 +264,3 @@ def begin_shift(slug: str) -> Shift | None:
     shift = Shift(run, eyes, attempt, tenure, window)
     shift.open_incident = known.incident
     return shift
-
-
-def deployment_of(slug: str) -> str:
-    """Name of the deployment that watches a run."""
-    return f"watch_run/watch-{slug}"
-
-
-def start_shift(slug: str) -> bool:
-    """Have the deployment of a run start now, unless a start is under way.
-
-    Returns:
-        Whether a flow run was created.
-    """
-    with server() as client:
-        try:
-            deployment = client.read_deployment_by_name(deployment_of(slug))
-        except ObjectNotFound:
-            return False
-        return not deployment.paused and _start(client, deployment.id, slug)
-
-
-def start_next_shift(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
-    """Hook of the watch flow: the end of a shift is the beginning of the next one, of the same deployment.
-
-    A shift that could not begin is left to the sweep and the schedule, which try again later and later.
-    """
-    del flow
-    if state.name in (WATCHED_ELSEWHERE, RUN_ENDED, REFUSED) or flow_run.deployment_id is None:
-        return
-    with server() as client:
-        if not client.read_deployment(flow_run.deployment_id).paused:
-            _start(client, flow_run.deployment_id, str(flow_run.parameters["run"]))
-
-
-def _start(client: SyncPrefectClient, deployment_id: UUID, slug: str) -> bool:
-    """Create a run of a deployment for a training run, unless one is about to start."""
-    under_way = client.read_flow_runs(
-        flow_run_filter=FlowRunFilter(
-            deployment_id=FlowRunFilterDeploymentId(any_=[deployment_id]),
-            state=FlowRunFilterState(
-                type=FlowRunFilterStateType(any_=[StateType.SCHEDULED, StateType.PENDING, StateType.RUNNING])
-            ),
-        )
-    )
-    last_owner, at = read_window(slug)[0].flow_run_id, now()
-    mine = [run for run in under_way if run.parameters.get("run") == slug and str(run.id) != last_owner]
-    if any(_is_starting(run, at) for run in mine):
-        return False
-    client.create_flow_run_from_deployment(deployment_id, parameters={"run": slug})
-    return True
-
-
-def _is_starting(run: FlowRun, at: datetime) -> bool:
-    """Whether a run that never owned the window will do so soon.
-
-    A run whose worker died with it stays Pending or Running for ever, so those states count for a while only.
-    """
-    match run.state_type:
-        case StateType.SCHEDULED:
-            return run.expected_start_time is not None and run.expected_start_time <= at + _SOON
-        case StateType.PENDING:
-            return run.expected_start_time is None or at - run.expected_start_time < _STARTS_WITHIN
-        case _:
-            return run.start_time is not None and at - run.start_time < _STARTS_WITHIN

@@ -77,7 +77,7 @@ def ray_head(*, token: str | None = None, cpus: int = 2, ports: Sequence[int] = 
     finally:
         kill_session(started.pid)
         started.wait(timeout=30)
-        pass
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def node_is_alive(url: str, token: str | None) -> bool:

@@ -20,6 +20,7 @@ from tasks.adapters.deadline import in_background
 from tasks.hang.errors import ClusterAuthError, ClusterUnreachable, VersionMismatch
 
 NAMESPACE = "rankwatch"
+_CLIENT_TRIES = 2
 _SHUT_OUT = (
     "RAY_ADDRESS",
     "RAY_NAMESPACE",
@@ -76,13 +77,24 @@ def init(address: str, mode: str, token: str | None, deadline_s: float) -> None:
 
 
 def _ray_init(address: str) -> None:
-    ray.init(
-        address=address,
-        namespace=NAMESPACE,
-        log_to_driver=False,  # it would print the output of the training into our logs
-        logging_level=logging.ERROR,
-        _skip_env_hook=True,
-    )
+    """For a Ray Client the head forks a server of its own, and in about one of ten cases (2.60) that fork
+    hangs among the head's threads; the head then gives up after 30 s, and the next try gets another one.
+    """
+    tries = _CLIENT_TRIES if address.startswith("ray://") else 1
+    for left in reversed(range(tries)):
+        try:
+            ray.init(
+                address=address,
+                namespace=NAMESPACE,
+                log_to_driver=False,  # it would print the output of the training into our logs
+                logging_level=logging.ERROR,
+                _skip_env_hook=True,
+            )
+        except ConnectionAbortedError:
+            if not left:
+                raise
+        else:
+            return
 
 
 def _explain(error: BaseException, where: str) -> NoReturn:

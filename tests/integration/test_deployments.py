@@ -16,8 +16,8 @@ from deployments.deploy import deploy_by_hand, deploy_watch, ensure_pool
 from deployments.up import Sweep
 from tasks.adapters.process import identity
 from tasks.blocks import HangWindow, TrainingRun
+from tasks.handover import start_shift
 from tasks.ownership import now
-from tasks.shift import start_shift
 
 ROOT = Path(__file__).parents[2]
 

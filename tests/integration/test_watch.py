@@ -11,10 +11,10 @@ from prefect.client.schemas.objects import State
 
 from flows.watch import watch_run
 from tasks.blocks import Incident, TrainingRun
-from tasks.hang.errors import RasUnreachable, SettingsError
+from tasks.handover import RUN_ENDED, WATCHED_ELSEWHERE
+from tasks.hang.errors import ClusterUnreachable, RasUnreachable, SettingsError
 from tasks.hang.run import Attempt
 from tasks.ownership import read_window
-from tasks.shift import RUN_ENDED, WATCHED_ELSEWHERE
 from tests.fakes import FakeChannel, FakeDirectory, FakeNodes, FakeRas, attempt, eyes
 from tests.reports import communicator, rank, report
 
@@ -279,3 +279,42 @@ def test_a_run_without_reports_is_blind_and_nothing_is_confirmed(watched):
 def test_settings_that_cannot_work_are_refused_in_one_sentence(watched):
     with pytest.raises(SettingsError, match="longer than confirm_duration_s"):
         watched(Scene(), poll_interval_s=10)
+
+
+def test_a_shift_whose_cluster_is_lost_ends_so_that_a_new_process_connects(watched, monkeypatch):
+    monkeypatch.setattr("tasks.shift._LOST_FOR_S", 0.2)
+    scene = Scene(patience=10_000)
+
+    def find(run_name):
+        if scene.asked > 3:
+            raise ClusterUnreachable("Nothing answers at 10.0.0.1:6379.", "Start Ray.")
+        return Scene.find(scene, run_name)
+
+    scene.find = find
+    slug, state, _ = watched(scene)
+    assert (state.type.value, state.name) == ("COMPLETED", "Completed")
+    assert "Nothing answers at 10.0.0.1:6379" in state.message
+    window, _ = read_window(slug)
+    assert "cannot be found" in window.farewell
+    assert not window.run_ended
+
+
+def test_a_shift_says_that_it_is_there_while_a_capture_takes_long(watched, monkeypatch):
+    monkeypatch.setattr("tasks.shift._BEAT_EVERY_S", 0.05)
+    scene = Scene()
+    beats = []
+
+    def slow(request):
+        if request["op"] == "dump_stacks":
+            first = read_window(scene.slug)[0].heartbeat_at
+            end = time.monotonic() + 60
+            while (seen := read_window(scene.slug)[0].heartbeat_at) == first and time.monotonic() < end:
+                time.sleep(0.05)
+            beats.append((first, seen))
+        return scene.look(request)
+
+    scene.nodes.answer = slow
+    monkeypatch.setattr(TrainingRun, "save", _remember(scene, TrainingRun.save))
+    watched(scene)
+    ((first, seen),) = beats
+    assert seen > first
