@@ -52,6 +52,7 @@ def ray_head(*, token: str | None = None, cpus: int = 2, ports: Sequence[int] = 
     environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
     environment |= {"PYTHONPATH": str(folder / "site"), "RAY_AUTH_MODE": "token" if token else "disabled"}
     environment |= {"RAY_AUTH_TOKEN": token} if token else {}
+    environment |= {"GRPC_ENABLE_FORK_SUPPORT": "0"}  # else each fifth Ray Client waits 30 s: see ray_init
     gcs, dashboard, client = ports or free_ports(3)
     command = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--disable-usage-stats"]
     command += [f"--port={gcs}", f"--dashboard-port={dashboard}", f"--ray-client-server-port={client}"]

@@ -5,6 +5,7 @@ NCCL: there is no GPU here, so a stand-in serves RAS over NCCL's wire protocol, 
 each rank's Flight Recorder holds.
 """
 
+import contextlib
 import json
 import re
 import shutil
@@ -14,6 +15,7 @@ import time
 from pathlib import Path
 from types import FrameType
 
+import httpx
 import msgspec
 from cyclopts import App
 from rich.console import Console
@@ -62,7 +64,8 @@ def demo(*, keep: bool = False, folder: Path = Path(".demo"), steps: int = 30, s
         steps: Steps of the training run.
         step_s: Seconds that a step takes.
     """
-    signal.signal(signal.SIGTERM, _interrupt)
+    for ending in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(ending, _interrupt)
     console = Console()
     folder = folder.resolve()
     shutil.rmtree(folder, ignore_errors=True)
@@ -129,25 +132,27 @@ def _watch(stage: Stage, story: Story, console: Console, submission: str) -> Non
     began = time.monotonic()
     with Live(console=console, refresh_per_second=4, transient=True) as live:
         while time.monotonic() - began < _WITHIN_S:
-            for told in story.news():
-                if told.event != "watching":
-                    style = (
-                        "bold red"
-                        if told.event == "confirmed"
-                        else "bold"
-                        if "incident" in told.event
-                        else ""
-                    )
-                    live.console.print(Text(f"{told.at.astimezone():%H:%M:%S}  {told}", style=style))
-            job = stage.job(submission)
-            live.update(_panel(stage.job_log(submission), story, str(job["status"])))
-            ended = job["status"] in ("SUCCEEDED", "FAILED", "STOPPED")
-            incidents = story.incidents()
-            if ended and (not incidents or incidents[-1].phase == "closed"):
-                story.news()
-                return
+            stage.check()
+            with contextlib.suppress(
+                httpx.HTTPError
+            ):  # busy; what is gone fails the check
+                if _look(stage, story, live, submission):
+                    return
             time.sleep(0.5)
     raise DemoFailed(f"The run did not end within {duration(_WITHIN_S)}; see {stage.folder / 'logs'}")
+
+
+def _look(stage: Stage, story: Story, live: Live, submission: str) -> bool:
+    """Show what is new; True when the job has ended and its incident is closed."""
+    for told in story.news():
+        if told.event != "watching":
+            style = "bold red" if told.event == "confirmed" else "bold"
+            live.console.print(Text(f"{told.at.astimezone():%H:%M:%S}  {told}", style=style))
+    job = stage.job(submission)
+    live.update(_panel(stage.job_log(submission), story, str(job["status"])))
+    incidents = story.incidents()
+    ended = job["status"] in ("SUCCEEDED", "FAILED", "STOPPED")
+    return ended and (not incidents or incidents[-1].phase == "closed")
 
 
 def _panel(log: str, story: Story, status: str) -> Panel:

@@ -113,7 +113,11 @@ class Stage:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.end()
+        patient = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not leave half of it
+        try:
+            self.end()
+        finally:
+            signal.signal(signal.SIGINT, patient)
 
     def end(self) -> None:
         """Kill every process of the demo, gently first, and remove its temporary folder."""
@@ -233,6 +237,16 @@ class Stage:
                 raise DemoFailed(f"{what}: {child} ended with code {code}; see {self.log(child)}")
             time.sleep(0.25)
         raise DemoFailed(f"{what} did not happen within {within_s:g} s; see {self.folder / 'logs'}")
+
+    def check(self) -> None:
+        """See that every process of the demo is there.
+
+        Raises:
+            DemoFailed: one has ended.
+        """
+        for name, child in self._children.items():
+            if (code := child.poll()) is not None:
+                raise DemoFailed(f"{name} ended with code {code}; see {self.log(name)}")
 
     def is_up(self, url: str) -> Callable[[], bool]:
         """Whether something answers at a URL."""

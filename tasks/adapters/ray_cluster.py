@@ -27,8 +27,8 @@ from tasks.hang.errors import (
     VersionMismatch,
 )
 
-CONNECT_DEADLINE_S = 90.0  # two tries of a Ray Client, of which the first may take 30 s for nothing
-_CLIENT = "ray://"
+CONNECT_DEADLINE_S = 60.0
+CLIENT_DEADLINE_S = 120.0  # three tries, of which one may take 30 s for nothing: see ray_init
 _KNOCK_S = 3.0
 _DASHBOARD_S = 10.0
 _LEAVE_S = 30.0  # the head may be gone
@@ -56,7 +56,7 @@ _connected: Cluster | None = None
 
 
 def connect(
-    address: str, dashboard_url: str, token: str | None = None, *, deadline_s: float = CONNECT_DEADLINE_S
+    address: str, dashboard_url: str, token: str | None = None, *, deadline_s: float | None = None
 ) -> Cluster:
     """Connect this process; a second call for the same cluster changes nothing.
 
@@ -64,7 +64,7 @@ def connect(
         address: `host:port` of the GCS where a node of the cluster runs here, else `ray://host:port`.
         dashboard_url: Base address of the same cluster's dashboard.
         token: Where the cluster wants one.
-        deadline_s: Seconds that ray.init may take.
+        deadline_s: Seconds that ray.init may take, None for a default that fits the way in.
 
     Raises:
         SettingsError: the address names no cluster.
@@ -85,9 +85,10 @@ def connect(
             )
         wanted = Cluster(address=address, dashboard_url=dashboard.url, versions=dashboard.versions())
     _compare(wanted)
+    usual_s = CLIENT_DEADLINE_S if address.startswith(ray_init.CLIENT) else CONNECT_DEADLINE_S
     with _one_at_a_time:
         if not _is_connected(wanted):
-            ray_init.init(address, mode, token, deadline_s)
+            ray_init.init(address, mode, token, deadline_s or usual_s)
             _check_session(wanted)
         _connected = wanted
     return wanted
@@ -109,7 +110,7 @@ def explicit(address: str) -> tuple[str, int]:
     Raises:
         SettingsError: it is empty, `auto` or has no port.
     """
-    host, _, port = address.removeprefix(_CLIENT).rstrip("/").rpartition(":")
+    host, _, port = address.removeprefix(ray_init.CLIENT).rstrip("/").rpartition(":")
     host = host.strip("[]")
     if not host or "/" in host or not port.isdecimal() or not 0 < int(port) <= _LAST_PORT:
         raise SettingsError(
