@@ -64,6 +64,7 @@ def _apply(
         description=description,
         parameters=parameters or {},
         schedule=schedule,
+        paused=False,
         tags=["rankwatch"],
         work_pool_name=WORK_POOL,
         entrypoint_type=EntrypointType.MODULE_PATH,

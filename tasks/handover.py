@@ -46,14 +46,19 @@ def start_shift(slug: str) -> bool:
 def start_next_shift(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
     """Hook of the watch flow: the end of a shift is the beginning of the next one, of the same deployment.
 
-    A shift that could not begin is left to the sweep and the schedule, which try again later and later.
+    A shift that could not begin is left to the sweep and the schedule, which try again later and later. When
+    the training run is over its deployment is paused; `rankwatch add` wakes it for the next run of that name.
     """
     del flow
-    if state.name in (WATCHED_ELSEWHERE, RUN_ENDED, REFUSED) or flow_run.deployment_id is None:
+    if state.name in (WATCHED_ELSEWHERE, REFUSED) or flow_run.deployment_id is None:
         return
+    slug = str(flow_run.parameters["run"])
     with server() as client:
-        if not client.read_deployment(flow_run.deployment_id).paused:
-            _start(client, flow_run.deployment_id, str(flow_run.parameters["run"]))
+        deployment = client.read_deployment(flow_run.deployment_id)
+        if state.name != RUN_ENDED and not deployment.paused:
+            _start(client, deployment.id, slug)
+        elif state.name == RUN_ENDED and deployment_of(slug).endswith(f"/{deployment.name}"):
+            client.pause_deployment(deployment.id)
 
 
 def _start(client: SyncPrefectClient, deployment_id: UUID, slug: str) -> bool:

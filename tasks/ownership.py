@@ -139,6 +139,7 @@ def take_window(slug: str, run_name: str, *, flow_run_id: str, stale_after_s: fl
             "heartbeat_at": now(),
             "stale_after_s": stale_after_s,
             "farewell": "",
+            "run_ended": False,
         }
     )
     if document_id is None:

@@ -81,9 +81,9 @@ def init(address: str, mode: str, token: str | None, deadline_s: float) -> None:
 
 
 def _ray_init(address: str) -> None:
-    """For a Ray Client the head forks a server of its own, and with Ray 2.60 that fork hung or died in 4 of 18
-    cases, never (0 of 25) with gRPC's fork support off on the head. The head gives up after 30 s, and the next
-    try gets another fork.
+    """For a Ray Client the head forks a server of its own, and with Ray 2.60 that fork hung or died in 4 of
+    18 cases, and in 0 of 25 with gRPC's fork support switched off on the head. The head gives up after 30 s,
+    and the next try gets another fork.
     """
     tries = _CLIENT_TRIES if address.startswith(CLIENT) else 1
     for left in reversed(range(tries)):

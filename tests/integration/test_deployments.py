@@ -11,12 +11,14 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import StateType
 from prefect.flows import load_flow_from_entrypoint
 from prefect.settings import PREFECT_API_URL
+from prefect.states import Completed
 
 from deployments.deploy import deploy_by_hand, deploy_watch, ensure_pool
 from deployments.up import Sweep
+from flows.watch import watch_run
 from tasks.adapters.process import identity
 from tasks.blocks import HangWindow, TrainingRun
-from tasks.handover import start_shift
+from tasks.handover import REFUSED, RUN_ENDED, WATCHED_ELSEWHERE, start_next_shift, start_shift
 from tasks.ownership import now
 
 ROOT = Path(__file__).parents[2]
@@ -76,6 +78,27 @@ def test_a_shift_is_started_once_until_it_begins(run):
     soon = [r for r in runs_of(deployment) if r.state_type == StateType.SCHEDULED and not r.auto_scheduled]
     assert len(soon) == 1
     assert len(runs_of(deployment)) == before + 1
+
+
+def end_of(deployment, slug, name):
+    with get_client(sync_client=True) as client:
+        flow_run = client.create_flow_run_from_deployment(deployment)
+        start_next_shift(watch_run, flow_run, Completed(name=name))
+        return client.read_deployment(deployment).paused
+
+
+def test_the_end_of_a_shift_starts_the_next_one_and_the_end_of_the_run_none(run):
+    ensure_pool()
+    deployment = deploy_watch(run)
+    began = len(runs_of(deployment))
+    assert end_of(deployment, run.slug, WATCHED_ELSEWHERE) is False
+    assert end_of(deployment, run.slug, REFUSED) is False
+    assert end_of(deployment, run.slug, RUN_ENDED) is True
+    assert len(runs_of(deployment)) <= began + 3
+    assert not start_shift(run.slug)
+    assert deploy_watch(run) == deployment
+    with get_client(sync_client=True) as client:
+        assert client.read_deployment(deployment).paused is False
 
 
 def test_a_run_without_a_deployment_has_nothing_to_start():
