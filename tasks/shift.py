@@ -158,6 +158,8 @@ class Shift:
             self._lost_at = self._lost_at or time.monotonic()
             if time.monotonic() - self._lost_at > _LOST_FOR_S:
                 self.over = f"The run cannot be found: {error}"
+            elif isinstance(error, ClusterError):
+                self._reconnect()
             return
         self._lost_at = 0.0
         self._found_at = time.monotonic()
@@ -168,6 +170,13 @@ class Shift:
         self.attempt = found
         if found.finished:
             self.over = RUN_ENDED
+
+    def _reconnect(self) -> None:
+        """A head that was started again is another cluster at the same address."""
+        try:
+            self.eyes.reconnect()
+        except ClusterError as error:
+            self._log.info("%s", error)
 
     def _tell(self, events: tuple[Event, ...]) -> None:
         plan = self.eyes.plan

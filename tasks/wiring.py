@@ -1,6 +1,7 @@
 """Composition root: settings become adapters here and nowhere else."""
 
-from functools import lru_cache
+from collections.abc import Callable
+from functools import lru_cache, partial
 from pathlib import Path
 
 from msgspec import Struct
@@ -36,6 +37,7 @@ class Eyes(Struct, frozen=True, kw_only=True):
     ring: RasRing
     storage_path: str
     run_key: str
+    reconnect: Callable[[], object]
 
     def find(self) -> Attempt:
         """The newest attempt of the run.
@@ -89,7 +91,8 @@ def _wire(document: str) -> Eyes:
     store = open_store(run.storage_path)
     store.probe()
     dashboard = RayDashboard(run.ray_dashboard_url, token=token)
-    connect(run.ray_address, run.ray_dashboard_url, token)
+    join = partial(connect, run.ray_address, run.ray_dashboard_url, token)
+    join()
     kv = RayKv()
     directory = RayRunDirectory(kv=kv, dashboard=dashboard)
     run_key = run.run_id or run.run_name
@@ -110,6 +113,7 @@ def _wire(document: str) -> Eyes:
         ),
         storage_path=run.storage_path,
         run_key=run_key,
+        reconnect=join,
     )
 
 

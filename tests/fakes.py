@@ -118,5 +118,6 @@ def eyes(folder: Path, ras: RasSource, directory: RunDirectory, **parts: Any) ->
         "ring": RasRing(folder / "spool" / "ring", 20),
         "storage_path": str(folder / "storage"),
         "run_key": "r1",
+        "reconnect": lambda: None,
     }
     return Eyes(**{**made, **parts})

@@ -94,7 +94,7 @@ class Scene(FakeRas, FakeDirectory, FakeChannel):
 def watched(tmp_path, monkeypatch):
     """Returns a function that watches a scene to its end and gives back (slug, state, eyes)."""
 
-    def watch(scene: Scene, **settings: Any):
+    def watch(scene: Scene, *, reconnect=lambda: None, **settings: Any):
         run = TrainingRun(
             run_name=f"demo-{uuid.uuid4().hex[:8]}",
             run_id="r1",
@@ -104,7 +104,13 @@ def watched(tmp_path, monkeypatch):
         )
         run.save(run.slug, overwrite=True)
         seen = eyes(
-            tmp_path, scene, scene, nodes=scene.nodes, channel=scene, settings={"action": "fail", **settings}
+            tmp_path,
+            scene,
+            scene,
+            nodes=scene.nodes,
+            channel=scene,
+            reconnect=reconnect,
+            settings={"action": "fail", **settings},
         )
         for module in ("tasks.shift", "tasks.capture", "flows.remediate"):
             monkeypatch.setattr(f"{module}.eyes_of", lambda _: seen)
@@ -291,7 +297,9 @@ def test_a_shift_whose_cluster_is_lost_ends_so_that_a_new_process_connects(watch
         return Scene.find(scene, run_name)
 
     scene.find = find
-    slug, state, _ = watched(scene)
+    tries = []
+    slug, state, _ = watched(scene, reconnect=lambda: tries.append(1))
+    assert len(tries) > 0
     assert (state.type.value, state.name) == ("COMPLETED", "Completed")
     assert "Nothing answers at 10.0.0.1:6379" in state.message
     window, _ = read_window(slug)
