@@ -101,7 +101,9 @@ def diagnosed(case: Case, stacks: Stacks, verdict: Verdict | None, where: str) -
     if record is None or record.phase != "confirmed":
         return
     record.evidence = where
-    record.verdict = msgspec.to_builtins(verdict) if verdict else {}
+    # The ranks that are no suspects are in verdict.json: with thousands of them a block would be too big.
+    brief = msgspec.structs.replace(verdict, ranks=()) if verdict else None
+    record.verdict = msgspec.to_builtins(brief) if brief else {}
     record.start_ticks = {str(pid): ticks for pid, ticks in stacks.start_ticks.items()}
     _advance(case.incident_id, record, "diagnosed")
 

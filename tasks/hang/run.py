@@ -6,6 +6,7 @@ the two meet.
 
 import hashlib
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 from typing import Literal
 
 from msgspec import Struct
@@ -42,7 +43,7 @@ class Rank(Struct, frozen=True, kw_only=True):
 RunStatus = Literal["starting", "running", "restarting", "finished", "failed", "unknown"]
 
 
-class Attempt(Struct, frozen=True, kw_only=True):
+class Attempt(Struct, frozen=True, kw_only=True, dict=True):
     """One start of the worker group.
 
     `attempt_id` comes from the in-job part, else from Ray, else from the processes themselves
@@ -68,10 +69,16 @@ class Attempt(Struct, frozen=True, kw_only=True):
         A pid alone is enough when it is unique in the run: RAS prints the address of the bootstrap
         interface, which need not be the one Ray knows the node by.
         """
-        same_pid = [rank for rank in self.ranks if rank.pid == pid]
-        exact = [rank for rank in same_pid if rank.node.ip == host]
-        found = exact or same_pid
+        same_pid = self._by_pid.get(pid, ())
+        found = [rank for rank in same_pid if rank.node.ip == host] or same_pid
         return found[0] if len(found) == 1 else None
+
+    @cached_property
+    def _by_pid(self) -> dict[int, list[Rank]]:
+        index: dict[int, list[Rank]] = {}
+        for rank in self.ranks:
+            index.setdefault(rank.pid, []).append(rank)
+        return index
 
     @property
     def pids(self) -> frozenset[int]:

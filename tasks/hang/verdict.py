@@ -5,6 +5,7 @@ a minority is ahead, counts alone cannot tell whether the few launched one too m
 elsewhere: both are said, unless the stacks decide.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Literal
 
@@ -12,23 +13,25 @@ from msgspec import Struct
 
 from tasks.hang.counts import launches, skewed
 from tasks.hang.incident import Incident
-from tasks.hang.report import Communicator
-from tasks.hang.run import Attempt, Rank
+from tasks.hang.report import Communicator, MissingRank, RankState
+from tasks.hang.run import Attempt
 from tasks.hang.stacks import Position
 from tasks.hang.window import Freeze
 
 Confidence = Literal["high", "medium", "low"]
 
 
-class Suspect(Struct, frozen=True, kw_only=True):
-    """A rank that the others wait for.
+class Standing(Struct, frozen=True, kw_only=True):
+    """Where one rank of the hung communicator stands.
 
     `world_rank` is None where the process is not known to the run; `rank` is the rank in the communicator.
-    `where` is the frame in which its training thread stands, or why that is not known.
+    `where` is the frame in which its training thread stands, or why that is not known; `why` compares its
+    launches with those of most ranks.
     """
 
     world_rank: int | None
     rank: int
+    side: Literal["behind", "ahead"]
     host: str
     pid: int
     node_id: str
@@ -48,7 +51,7 @@ class Verdict(Struct, frozen=True, kw_only=True):
     """What happened, in two lines, and what it rests on.
 
     `waiting` are world ranks that stand in the collective; `functions` the collectives of which the ranks
-    launched different numbers.
+    launched different numbers; `suspects` those of `ranks` that the others wait for.
     """
 
     incident_id: str
@@ -58,10 +61,11 @@ class Verdict(Struct, frozen=True, kw_only=True):
     functions: tuple[str, ...]
     headline: str
     reason: str
-    suspects: tuple[Suspect, ...]
+    suspects: tuple[Standing, ...]
     waiting: tuple[int, ...]
     confidence: Confidence
     missing_evidence: tuple[str, ...] = ()
+    ranks: tuple[Standing, ...] = ()
 
 
 def judge(
@@ -84,8 +88,14 @@ def judge(
     key = next(key for key in incident.members if key in members)
     freeze, communicator = members[key]
     functions = skewed(freeze.counts)
-    ranks, confidence, story = _suspects(freeze, communicator, attempt, positions)
-    suspects = tuple(_suspect(rank, freeze, communicator, attempt, positions) for rank in ranks)
+    standings = _standings(freeze, communicator, attempt, positions)
+    places = {
+        standing.rank: positions[standing.world_rank]
+        for standing in standings
+        if standing.world_rank is not None and standing.world_rank in positions
+    }
+    ranks, confidence, story = _suspects(freeze, key, places)
+    suspects = tuple(standing for standing in standings if standing.rank in ranks)
     waiting = sorted(world for world, position in positions.items() if position.in_collective)
     unread = [rank.world_rank for rank in attempt.ranks if rank.world_rank not in positions]
     names = ", ".join(suspect.name for suspect in suspects)
@@ -102,6 +112,7 @@ def judge(
         waiting=tuple(waiting),
         confidence=confidence,
         missing_evidence=(f"no stack of world ranks {ranges(unread)}",) if unread else (),
+        ranks=standings,
     )
 
 
@@ -119,18 +130,17 @@ def ranges(numbers: list[int] | tuple[int, ...]) -> str:
 
 
 def _suspects(
-    freeze: Freeze, communicator: Communicator, attempt: Attempt, positions: Mapping[int, Position]
+    freeze: Freeze, key: str, places: Mapping[int, Position]
 ) -> tuple[tuple[int, ...], Confidence, str]:
-    """(communicator ranks, confidence, story): the fewer side, unless the stacks say otherwise."""
+    """(communicator ranks, confidence, story): the fewer side, unless the stacks say otherwise.
+
+    `places` tells where a communicator rank stands, as far as that is known.
+    """
     behind, ahead = freeze.lagging, freeze.leading
-    elsewhere = tuple(
-        rank for rank in (*behind, *ahead) if _elsewhere(rank, communicator, attempt, positions)
-    )
+    elsewhere = tuple(rank for rank, place in places.items() if not place.in_collective)
     function = skewed(freeze.counts)[0]
     if len(behind) <= len(ahead):
-        story = (
-            f"It launched fewer {function} than the {len(ahead)} others of communicator {communicator.key}."
-        )
+        story = f"It launched fewer {function} than the {len(ahead)} others of communicator {key}."
         if set(behind) <= set(elsewhere):
             return behind, "high", story
         return behind, "medium", story + " Its stack does not contradict, and does not prove it."
@@ -144,44 +154,33 @@ def _suspects(
     return ahead, "low", story
 
 
-def _elsewhere(
-    rank: int, communicator: Communicator, attempt: Attempt, positions: Mapping[int, Position]
-) -> bool:
-    known = _world_rank(rank, communicator, attempt)
-    place = positions.get(known.world_rank) if known else None
-    return place is not None and not place.in_collective
-
-
-def _world_rank(rank: int, communicator: Communicator, attempt: Attempt) -> Rank | None:
-    member = communicator.member(rank)
-    return attempt.rank_of(member.host, member.pid) if member else None
-
-
-def _suspect(
-    rank: int,
-    freeze: Freeze,
-    communicator: Communicator,
-    attempt: Attempt,
-    positions: Mapping[int, Position],
-) -> Suspect:
-    member = communicator.member(rank)
-    known = _world_rank(rank, communicator, attempt)
-    place = positions.get(known.world_rank) if known else None
-    counts = freeze.counts.get(rank, ())
-    others = [c for r, c in freeze.counts.items() if r != rank]
-    differences = [
-        f"{f} {launches(counts, f)} of {max((launches(c, f) for c in others), default=0)}"
-        for f in skewed(freeze.counts)
-    ]
-    return Suspect(
-        world_rank=known.world_rank if known else None,
-        rank=rank,
-        host=known.node.ip if known else (member.host if member else "unknown"),
-        pid=known.pid if known else (member.pid if member else -1),
-        node_id=known.node.node_id if known else "",
-        where=str(place) if place else "an unknown place (its stack could not be read)",
-        why="launched " + ", ".join(differences),
-    )
+def _standings(
+    freeze: Freeze, communicator: Communicator, attempt: Attempt, positions: Mapping[int, Position]
+) -> tuple[Standing, ...]:
+    """Every rank of the communicator that ever showed its counts, in order."""
+    functions = skewed(freeze.counts)
+    common = Counter(freeze.counts.values()).most_common(1)[0][0]
+    everyone: tuple[RankState | MissingRank, ...] = (*communicator.ranks, *communicator.missing)
+    members = {member.rank: member for member in everyone}
+    standings: list[Standing] = []
+    for rank, counts in sorted(freeze.counts.items()):
+        member = members.get(rank)
+        known = attempt.rank_of(member.host, member.pid) if member else None
+        place = positions.get(known.world_rank) if known else None
+        launched = [f"{f} {launches(counts, f)} (most ranks: {launches(common, f)})" for f in functions]
+        standings.append(
+            Standing(
+                world_rank=known.world_rank if known else None,
+                rank=rank,
+                side="behind" if rank in freeze.lagging else "ahead",
+                host=known.node.ip if known else (member.host if member else "unknown"),
+                pid=member.pid if member else -1,
+                node_id=known.node.node_id if known else "",
+                where=str(place) if place else "an unknown place (its stack could not be read)",
+                why="launched " + ", ".join(launched),
+            )
+        )
+    return tuple(standings)
 
 
 def _waiting_text(waiting: list[int], functions: tuple[str, ...], freeze: Freeze) -> str:

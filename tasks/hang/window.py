@@ -221,7 +221,7 @@ def _step(
         return state, _release(key, before, at, "its ranks moved or agree again")
     events: list[Event] = []
     if isinstance(before, Suspected | Confirmed) and before.freeze.since != freeze.since:
-        events += _release(key, before, at, "its ranks moved")
+        events += _release(key, before, at, "its ranks moved or a missing one came back")
         before = None
     if isinstance(before, Confirmed):
         return Confirmed(freeze, before.confirmed_at), events
@@ -252,6 +252,9 @@ def _next_freeze(before: State | None, record: Record, at: datetime) -> Freeze |
     communicator = record.decode()
     if any(freeze.counts.get(rank, counts) != counts for rank, counts in communicator.counts.items()):
         return _first_sight(record, at)
+    if communicator.counts.keys() - freeze.counts.keys():
+        # A rank that no report of this freeze showed before: it may have moved unseen, so time starts anew.
+        return _freeze(communicator, record, at, polls=0, known=freeze.counts)
     return _freeze(communicator, record, freeze.since, polls=freeze.polls + 1, known=freeze.counts)
 
 

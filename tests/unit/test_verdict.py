@@ -77,7 +77,14 @@ def test_the_rank_that_is_behind_and_elsewhere_is_named_with_its_frame():
         "3 ranks wait in AllReduce (world ranks 10-11, 13)."
     )
     assert (verdict.confidence, verdict.missing_evidence) == ("high", ())
-    assert suspect.why == "launched AllReduce 4 of 5"
+    assert suspect.why == "launched AllReduce 4 (most ranks: 5)"
+    assert [(s.world_rank, s.side) for s in verdict.ranks] == [
+        (10, "ahead"),
+        (11, "ahead"),
+        (12, "behind"),
+        (13, "ahead"),
+    ]
+    assert verdict.ranks[0].where.startswith("train_ok.py:22 in train_fn, inside all_reduce")
 
 
 def test_without_stacks_the_verdict_is_weaker_and_says_what_is_missing():

@@ -136,6 +136,20 @@ def test_a_rank_that_moved_while_it_did_not_answer_is_progress():
     assert window.stalled == {}
 
 
+def test_a_rank_that_shows_up_for_the_first_time_may_have_moved_unseen_so_time_starts_anew():
+    without = report(communicator([rank(0, 5), rank(1, 4)], [missing(2)]))
+    there = report(communicator([rank(0, 5), rank(1, 4), rank(2, 5)]))
+    _, told = watch(*[without] * 5, *[there] * 8)
+    assert names(told) == [
+        (20, "suspected"),
+        (40, "still_suspected"),
+        (50, "recovered"),
+        (70, "suspected"),
+        (90, "still_suspected"),
+        (110, "confirmed"),
+    ]
+
+
 def test_a_communicator_that_vanishes_drops_out():
     window, told = watch(*[STUCK] * 4, report())
     assert names(told)[-1] == (40, "recovered")
@@ -325,7 +339,7 @@ class WindowMachine(RuleBasedStateMachine):
             assert moved_after_last_poll or len({counts[i] for i in shown}) > 1
 
 
-WindowMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+WindowMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 TestWindowMachine = WindowMachine.TestCase
 
 
