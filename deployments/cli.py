@@ -1,18 +1,23 @@
 """The command line. Exit codes: 0 nothing wrong, 1 failed, 2 unusable input or settings, 3 a hang found."""
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated
 
+import httpx
 from cyclopts import App, Parameter
+from prefect.settings import PREFECT_API_URL, temporary_settings
 from pydantic import SecretStr, ValidationError
 from rich.console import Console
 from rich.table import Table
 
 from deployments.deploy import deploy_watch, ensure_pool
+from deployments.up import LOCAL_SERVER
 from deployments.up import up as run_up
 from tasks.blocks import TrainingRun, slug_of
 from tasks.handover import start_shift
-from tasks.hang.errors import RankwatchError
+from tasks.hang.errors import RankwatchError, SettingsError
 from tasks.hang.memory import recall
 from tasks.hang.policy import Action
 from tasks.ownership import SERVER_ERRORS, now, owner_is_there, read_window
@@ -24,13 +29,9 @@ app = App(name="rankwatch", help="Watches distributed training runs for NCCL han
 
 
 @app.command
-def up(*, port: int = 4200) -> None:
-    """Start what a single machine needs: server (unless PREFECT_API_URL is set), worker, sweep.
-
-    Args:
-        port: Port of the Prefect server, where one is started.
-    """
-    run_up(port=port)
+def up() -> None:
+    """Start what a single machine needs: server (unless PREFECT_API_URL is set), worker, sweep."""
+    run_up()
 
 
 @app.command
@@ -92,10 +93,11 @@ def add(
         spool_path=spool_path,
     )
     eyes = eyes_of(block)
-    ensure_pool()
-    block.save(block.slug, overwrite=True)
-    deploy_watch(block)
-    started = start_shift(block.slug)
+    with _server():
+        ensure_pool()
+        block.save(block.slug, overwrite=True)
+        deploy_watch(block)
+        started = start_shift(block.slug)
     print(f"{run} is watched as {block.slug} (action {eyes.plan.settings.action}).")
     print("A shift was started." if started else "A shift is at work or about to start.")
 
@@ -107,8 +109,9 @@ def status(run: str) -> None:
     Args:
         run: Name of the run in Ray Train.
     """
-    block = load_run(slug_of(run))
-    stored, _ = read_window(block.slug)
+    with _server():
+        block = load_run(slug_of(run))
+        stored, _ = read_window(block.slug)
     window = recall(stored.window, str(stored.window.get("attempt_id", "")))
     watched = owner_is_there(stored, now())
     table = Table(title=run, show_header=False)
@@ -120,6 +123,26 @@ def status(run: str) -> None:
     )
     table.add_row("open incident", stored.incident or "none")
     Console().print(table)
+
+
+@contextmanager
+def _server() -> Iterator[None]:
+    """Use the server that is set, else the one that `rankwatch up` starts on this machine.
+
+    Without it Prefect would start a server of its own for each command, and everything would be lost with it.
+    """
+    if PREFECT_API_URL.value():
+        yield
+        return
+    try:
+        httpx.get(f"{LOCAL_SERVER}/health", timeout=5).raise_for_status()
+    except httpx.HTTPError as error:
+        raise SettingsError(
+            f"PREFECT_API_URL is not set, and nothing answers at {LOCAL_SERVER} ({error}).",
+            "Start one with `rankwatch up`, or set PREFECT_API_URL to yours.",
+        ) from error
+    with temporary_settings({PREFECT_API_URL: LOCAL_SERVER}):
+        yield
 
 
 def main() -> None:

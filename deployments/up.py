@@ -21,7 +21,9 @@ from tasks.blocks import HangWindow, TrainingRun
 from tasks.handover import start_shift
 from tasks.ownership import SERVER_ERRORS, now, owner_is_there, read_window, server
 
+LOCAL_SERVER = "http://127.0.0.1:4200/api"
 SWEEP_EVERY_S = 5.0
+_SERVER = ("prefect", "server", "start", "--host", "127.0.0.1", "--port", "4200")
 _SERVER_WITHIN_S = 180.0
 _STOP_WITHIN_S = 15.0
 _QUIET = {"PREFECT_SERVER_ANALYTICS_ENABLED": "false", "DO_NOT_TRACK": "1"}
@@ -53,17 +55,15 @@ class Sweep:
         return started
 
 
-def up(*, port: int = 4200) -> None:
+def up() -> None:
     """Run server (where PREFECT_API_URL is not set), worker and sweep until SIGINT or SIGTERM."""
     signal.signal(signal.SIGTERM, _interrupt)
     children: dict[str, subprocess.Popen[bytes]] = {}
     url = PREFECT_API_URL.value()
     try:
         if not url:
-            url = f"http://127.0.0.1:{port}/api"
-            children["server"] = _start(
-                "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)
-            )
+            url = LOCAL_SERVER
+            children["server"] = _start(*_SERVER)
             _wait_for(url, children["server"])
         with temporary_settings({PREFECT_API_URL: url}):
             ensure_pool()
@@ -88,8 +88,7 @@ def _supervise(children: dict[str, subprocess.Popen[bytes]], url: str) -> None:
             )
         own = children.get("server")
         if own is not None and own.poll() is not None:
-            port = str(httpx.URL(url).port)
-            children["server"] = _start("prefect", "server", "start", "--host", "127.0.0.1", "--port", port)
+            children["server"] = _start(*_SERVER)
         try:
             for slug in sweep():
                 print(f"{slug} was not watched: a shift was started.", flush=True)

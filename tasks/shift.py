@@ -67,6 +67,7 @@ class Shift:
         self._artifact_id: UUID | None = None
         self._flow_run_id = UUID(str(current_run.id)) if current_run.id else None
         self._told_at = 0.0
+        self._beat_at = 0.0
         self._found_at = time.monotonic()
         self._lost_at = 0.0
         self._trouble = ""
@@ -82,6 +83,7 @@ class Shift:
         try:
             self._clerk.shutdown(wait=True, cancel_futures=True)
             write(self.tenure, farewell=reason, run_ended=self.over == RUN_ENDED, **self._fields())
+            self._show(f"Not watched any more: {reason}." if self.over else "")
         except (NotOurs, *SERVER_ERRORS) as away:
             self._log.info("No goodbye was written: %s", away)
 
@@ -207,7 +209,9 @@ class Shift:
         if due:
             self._told_at = time.monotonic()
             self._emit("watching", {"attempt_id": self.attempt.attempt_id, "summary": summary(self.window)})
-        if self._written is None:
+        beat_due = due or time.monotonic() - self._beat_at >= _BEAT_EVERY_S
+        if self._written is None and beat_due:
+            self._beat_at = time.monotonic()
             self._written = self._clerk.submit(self._write, due)
 
     def _write(self, with_artifact: bool) -> None:
@@ -215,10 +219,10 @@ class Shift:
         if with_artifact:
             self._show()
 
-    def _show(self) -> None:
+    def _show(self, farewell: str = "") -> None:
         """Keep one artifact for each shift up to date, rather than a new one for each change."""
         at = now().isoformat(timespec="seconds")
-        markdown = state_markdown(self.run.run_name, self.window, at)
+        markdown = state_markdown(self.run.run_name, self.window, at, farewell)
         if self._artifact_id is None:
             artifact = ArtifactCreate(
                 type="markdown",

@@ -106,7 +106,7 @@ def judge(
         kind=freeze.kind,
         communicator=key,
         functions=functions,
-        headline=f"{names} stands in {where}.",
+        headline=f"{names[0].upper()}{names[1:]} {'stands' if len(suspects) == 1 else 'stand'} in {where}.",
         reason=f"{story} {_waiting_text(waiting, functions, freeze)}",
         suspects=suspects,
         waiting=tuple(waiting),

@@ -102,10 +102,11 @@ def _row(key: str, state: State) -> dict[str, str]:
     }
 
 
-def state_markdown(run_name: str, window: Window, at: str) -> str:
+def state_markdown(run_name: str, window: Window, at: str, farewell: str = "") -> str:
     """What the UI shows of a run: one sentence, then the state of each communicator, the worst first."""
     rows = state_table(window)
     lines = [f"# {run_name}", "", f"{summary(window)} ({at})", ""]
+    lines += [farewell, ""] if farewell else []
     if rows:
         header = list(rows[0])
         lines += ["| " + " | ".join(header) + " |", "|" + " --- |" * len(header)]
@@ -153,8 +154,8 @@ def failure_message(verdict: Verdict, evidence: str) -> str:
 def verdict_markdown(verdict: Verdict, evidence: str) -> str:
     """The verdict first, then what it rests on."""
     lines = [f"## {verdict.headline}", "", verdict.reason, "", f"Confidence: {verdict.confidence}.", ""]
-    lines += ["| suspect | stands in | counts |", "| --- | --- | --- |"]
-    lines += [f"| {s.name} | {s.where} | {s.why} |" for s in verdict.suspects[:50]]
+    lines += ["| suspect | counts | stands in |", "| --- | --- | --- |"]
+    lines += [f"| {s.name} | {s.why} | {s.where} |" for s in verdict.suspects[:50]]
     lines += ["", f"Communicator `{verdict.communicator}`; evidence: `{evidence}`"]
     lines += [f"- missing: {gap}" for gap in verdict.missing_evidence]
     return "\n".join(lines)

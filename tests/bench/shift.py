@@ -65,6 +65,7 @@ def main(addr: str, polls: int) -> None:
         }
         seen = eyes(Path(folder), ras, Bounded(ras, polls), settings={**waits, "shift_s": 3600.0})
         setattr(tasks.shift, "eyes_of", lambda _: seen)  # noqa: B010  the shift must not look for Ray
+        setattr(tasks.shift, "_BEAT_EVERY_S", 0.0)  # noqa: B010  a heartbeat for each poll, as with polls of 15 s
         began = time.process_time()
         flows.watch.watch_run(run.slug)
         if read_window(run.slug)[0].window["blind"]:

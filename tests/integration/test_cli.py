@@ -5,6 +5,7 @@ import sys
 import uuid
 
 import pytest
+from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from deployments.cli import main
 from tasks.blocks import HangWindow, TrainingRun
@@ -90,6 +91,15 @@ def test_a_token_is_never_shown(rankwatch, tmp_path, nobody):
     code, out, told = add(rankwatch, tmp_path, nobody, "--ray-token", "hunter2-secret")
     assert code == 2
     assert "hunter2" not in out + told
+
+
+def test_without_a_server_the_command_says_how_to_get_one(rankwatch, monkeypatch):
+    monkeypatch.setattr("deployments.cli.LOCAL_SERVER", "http://127.0.0.1:9/api")
+    with temporary_settings({PREFECT_API_URL: None}):
+        code, _, told = rankwatch("status", "demo")
+    assert code == 2
+    assert "PREFECT_API_URL is not set" in told
+    assert "rankwatch up" in told
 
 
 def test_an_unknown_run_has_no_status(rankwatch):

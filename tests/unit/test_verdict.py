@@ -71,7 +71,7 @@ def test_the_rank_that_is_behind_and_elsewhere_is_named_with_its_frame():
     verdict = verdict_on((5, 5, 4, 5), {10: WAITS, 11: WAITS, 12: ELSEWHERE, 13: WAITS})
     (suspect,) = verdict.suspects
     assert (suspect.world_rank, suspect.rank, suspect.pid, suspect.host) == (12, 2, 1002, "10.0.0.1")
-    assert verdict.headline == "rank 12 (10.0.0.1, pid 1002) stands in train_ok.py:20 in train_fn."
+    assert verdict.headline == "Rank 12 (10.0.0.1, pid 1002) stands in train_ok.py:20 in train_fn."
     assert verdict.reason == (
         "It launched fewer AllReduce than the 3 others of communicator 0xa/0x1:0x2. "
         "3 ranks wait in AllReduce (world ranks 10-11, 13)."
