@@ -63,8 +63,9 @@ def up() -> None:
     try:
         if not url:
             url = LOCAL_SERVER
-            children["server"] = _start(*_SERVER)
-            _wait_for(url, children["server"])
+            if not _answers(url):  # one that outlived an earlier `up` goes on
+                children["server"] = _start(*_SERVER)
+                _wait_for(url, children["server"])
         with temporary_settings({PREFECT_API_URL: url}):
             ensure_pool()
             deploy_by_hand()
@@ -135,12 +136,17 @@ def _stop(child: subprocess.Popen[bytes]) -> None:
 def _wait_for(url: str, child: subprocess.Popen[bytes]) -> None:
     end = time.monotonic() + _SERVER_WITHIN_S
     while time.monotonic() < end and child.poll() is None:
-        try:
-            if httpx.get(f"{url}/health", timeout=2).is_success:
-                return
-        except httpx.HTTPError:
-            time.sleep(0.5)
+        if _answers(url):
+            return
+        time.sleep(0.5)
     raise SystemExit(f"The Prefect server did not come up at {url} within {_SERVER_WITHIN_S:g} s.")
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health", timeout=2).is_success
+    except httpx.HTTPError:
+        return False
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:
