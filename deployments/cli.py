@@ -1,5 +1,6 @@
 """The command line. Exit codes: 0 nothing wrong, 1 failed, 2 unusable input or settings, 3 a hang found."""
 
+import importlib.metadata
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from deployments.up import LOCAL_SERVER
 from deployments.up import up as run_up
 from tasks.blocks import TrainingRun, slug_of
 from tasks.handover import start_shift
-from tasks.hang.errors import RankwatchError, SettingsError
+from tasks.hang.errors import RankwatchError, RunNotFound, SettingsError
 from tasks.hang.memory import recall
 from tasks.hang.policy import Action
 from tasks.ownership import SERVER_ERRORS, now, owner_is_there, read_window
@@ -25,7 +26,12 @@ from tasks.reporting.wording import summary
 from tasks.settings import RasPlace, RasSourceName
 from tasks.wiring import eyes_of, load_run
 
-app = App(name="rankwatch", help="Watches distributed training runs for NCCL hangs.")
+SETTINGS = tuple(name for name in TrainingRun.model_fields if name != "run_name")
+app = App(
+    name="rankwatch",
+    help="Watches distributed training runs for NCCL hangs.",
+    version=importlib.metadata.version("rankwatch"),
+)
 
 
 @app.command
@@ -74,7 +80,7 @@ def add(
         shift_s: Seconds that one flow run polls.
         spool_path: Local folder for the RAS history.
     """
-    block = TrainingRun(
+    given = TrainingRun(
         run_name=run,
         run_id=run_id,
         ray_address=ray_address,
@@ -92,14 +98,38 @@ def add(
         shift_s=shift_s,
         spool_path=spool_path,
     )
-    eyes = eyes_of(block)
     with _server():
+        block, changes = _merged(given)
+        eyes = eyes_of(block)
+        if eyes.find().finished:
+            raise RunNotFound(f"The run {run!r} is over: there is nothing to watch.", "Start it again first.")
         ensure_pool()
         block.save(block.slug, overwrite=True)
         deploy_watch(block)
         started = start_shift(block.slug)
     print(f"{run} is watched as {block.slug} (action {eyes.plan.settings.action}).")
+    for change in changes:
+        print(f"Changed: {change}. The next shift goes by it.")
     print("A shift was started." if started else "A shift is at work or about to start.")
+
+
+def _merged(given: TrainingRun) -> tuple[TrainingRun, list[str]]:
+    """What a run that is known already becomes: a flag that is not given keeps its value.
+
+    Returns:
+        The block, and what changes, as `field: old -> new`.
+    """
+    try:
+        known = load_run(given.slug)
+    except RunNotFound:
+        return given, []
+    fields = {name: value for name in SETTINGS if (value := getattr(given, name)) is not None}
+    changes = [
+        f"{name}: {getattr(known, name)} -> {value}"
+        for name, value in fields.items()
+        if getattr(known, name) != value
+    ]
+    return known.model_copy(update=fields), changes
 
 
 @app.command
@@ -110,7 +140,10 @@ def status(run: str) -> None:
         run: Name of the run in Ray Train.
     """
     with _server():
-        block = load_run(slug_of(run))
+        try:
+            block = load_run(slug_of(run))
+        except RunNotFound as error:
+            raise RunNotFound(f"No run named {run!r} was added.", error.fix) from error
         stored, _ = read_window(block.slug)
     window = recall(stored.window, str(stored.window.get("attempt_id", "")))
     watched = owner_is_there(stored, now())
@@ -131,7 +164,8 @@ def _server() -> Iterator[None]:
 
     Without it Prefect would start a server of its own for each command, and everything would be lost with it.
     """
-    if PREFECT_API_URL.value():
+    if url := PREFECT_API_URL.value():
+        _check_server(url)
         yield
         return
     try:
@@ -143,6 +177,21 @@ def _server() -> Iterator[None]:
         ) from error
     with temporary_settings({PREFECT_API_URL: LOCAL_SERVER}):
         yield
+
+
+def _check_server(url: str) -> None:
+    try:
+        healthy = httpx.get(f"{url.rstrip('/')}/health", timeout=10).text.strip() == "true"
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise SettingsError(
+            f"PREFECT_API_URL is {url!r}, and nothing answers there ({error}).",
+            "Start it, or set the right one.",
+        ) from error
+    if not healthy:
+        raise SettingsError(
+            f"PREFECT_API_URL is {url!r}, and what answers there is no Prefect API.",
+            "Set it to http://<host>:4200/api, with /api.",
+        )
 
 
 def main() -> None:
@@ -160,5 +209,7 @@ def main() -> None:
 
 
 def _refuse(text: str) -> int:
-    Console(stderr=True, soft_wrap=True).print(f"[red]rankwatch:[/red] {text}", highlight=False)
+    Console(stderr=True, soft_wrap=True).print(
+        f"rankwatch: {text}", style="red", markup=False, highlight=False
+    )
     return 2

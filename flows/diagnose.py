@@ -4,14 +4,14 @@ import time
 
 from prefect import flow
 
-from tasks.capture import capture_ras, capture_stacks, file_manifest, open_case
+from tasks.capture import capture_name, capture_ras, capture_stacks, file_manifest, open_case
 from tasks.explain import explain, show
 from tasks.follow import diagnosed
 
 
 @flow(
     name="diagnose_run",
-    flow_run_name="diagnose {run} {incident}",
+    flow_run_name=capture_name,
 )
 def diagnose_run(run: str, incident: str = "") -> str:
     """Capture side by side, judge, file. Also run by hand, with or without a hang.

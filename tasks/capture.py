@@ -10,6 +10,7 @@ from msgspec import Struct
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.logging import get_run_logger
+from prefect.runtime import flow_run as current_run
 
 from tasks.hang.errors import NodeError, RankwatchError, RasError, RunNotFound, StoreError
 from tasks.hang.evidence import Captured, Entry, Failed, Manifest, Outcome
@@ -58,6 +59,12 @@ class RasEvidence(Struct, frozen=True):
     report: RasReport | None
 
 
+def capture_name() -> str:
+    """Name of a diagnose flow run."""
+    given = current_run.parameters
+    return f"diagnose {given['run']} {given.get('incident') or 'by hand'}"
+
+
 def open_case(slug: str, incident_id: str) -> Case:
     """Gather what a capture needs.
 
@@ -67,6 +74,8 @@ def open_case(slug: str, incident_id: str) -> Case:
     run = load_run(slug)
     eyes = eyes_of(run)
     attempt = eyes.find()
+    if attempt.finished and not incident_id:
+        raise RunNotFound(f"The run {run.run_name!r} is over: there is no process to capture.")
     incident = load_incident(incident_id) if incident_id else None
     if incident_id and incident is None:
         raise RunNotFound(f"There is no incident {incident_id!r}.", "Leave it empty for a capture by hand.")

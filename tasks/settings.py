@@ -135,7 +135,7 @@ def resolve(block: Mapping[str, Any], job_env: Mapping[str, str]) -> WatchPlan:
     try:
         parse_ras_addr(settings.ras_addr)
     except ValueError as error:
-        raise SettingsError(f"ras_addr ({origin['ras_addr']}): {error}") from error
+        raise SettingsError(f"ras_addr (from: {origin['ras_addr']}): {error}") from error
     policy = HangPolicy(
         poll_interval_s=settings.poll_interval_s,
         suspect_after_s=settings.suspect_after_s,

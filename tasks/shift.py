@@ -168,6 +168,7 @@ class Shift:
         if found.attempt_id != self.attempt.attempt_id:
             self._log.info("%s is in attempt %s now.", self.run.run_name, found.attempt_id)
             self.window = Window(attempt_id=found.attempt_id)
+            self._told_at = 0.0
             self._emit("attempt", {"attempt_id": found.attempt_id})
         self.attempt = found
         if found.finished:

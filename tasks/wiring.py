@@ -100,6 +100,11 @@ def _wire(document: str) -> Eyes:
     plan = resolve(fields, directory.job_environment(run_key))
     settings = plan.settings
     nodes = RayNodes()
+    ring = RasRing(
+        Path(settings.spool_path).expanduser() / run.slug / "nccl_ras",
+        plan.policy.confirm_polls + _RING_MARGIN_POLLS,
+    )
+    ring.probe()
     return Eyes(
         plan=plan,
         directory=directory,
@@ -107,10 +112,7 @@ def _wire(document: str) -> Eyes:
         nodes=nodes,
         channel=RayVerdictChannel(kv),
         store=store,
-        ring=RasRing(
-            Path(settings.spool_path).expanduser() / run.slug / "nccl_ras",
-            plan.policy.confirm_polls + _RING_MARGIN_POLLS,
-        ),
+        ring=ring,
         storage_path=run.storage_path,
         run_key=run_key,
         reconnect=join,

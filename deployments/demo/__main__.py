@@ -133,9 +133,7 @@ def _watch(stage: Stage, story: Story, console: Console, submission: str) -> Non
     with Live(console=console, refresh_per_second=4, transient=True) as live:
         while time.monotonic() - began < _WITHIN_S:
             stage.check()
-            with contextlib.suppress(
-                httpx.HTTPError
-            ):  # busy; what is gone fails the check
+            with contextlib.suppress(httpx.HTTPError):  # busy; what is gone fails the check
                 if _look(stage, story, live, submission):
                     return
             time.sleep(0.5)

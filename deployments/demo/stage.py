@@ -21,6 +21,8 @@ from typing import Any, Self
 
 import httpx
 
+from tasks.adapters.process import start_ticks
+
 RUN_NAME = "demo"
 WORKERS = 4
 CULPRIT_RANK = 2  # its shard holds the corrupt record; train.py, which says so, imports torch
@@ -120,14 +122,19 @@ class Stage:
             signal.signal(signal.SIGINT, patient)
 
     def end(self) -> None:
-        """Kill every process of the demo, gently first, and remove its temporary folder."""
+        """Kill every process of the demo, gently first, and remove its temporary folder.
+
+        A process that sets its title overwrites its environment, and the mark with it, as Ray's agents do: so
+        the family is noted before it is scattered.
+        """
+        family = dict(_descendants({child.pid for child in self._children.values()}))
         for child in self._children.values():
             if child.poll() is None:
                 child.terminate()
         end = time.monotonic() + 5
         while time.monotonic() < end and any(child.poll() is None for child in self._children.values()):
             time.sleep(0.1)
-        while left := list(marked(self.mark)):
+        while left := {*marked(self.mark), *(p for p, s in family.items() if start_ticks(p) == s)}:
             for pid in left:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -302,6 +309,22 @@ def marked(mark: str) -> Iterator[int]:
         with contextlib.suppress(OSError):
             if wanted in (folder / "environ").read_bytes().split(b"\0") and _alive(folder):
                 yield int(folder.name)
+
+
+def _descendants(pids: set[int]) -> Iterator[tuple[int, int | None]]:
+    """(pid, start ticks) of all descendants of some processes."""
+    children: dict[int, list[int]] = {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            with contextlib.suppress(OSError):
+                parent = int((folder / "stat").read_text().rsplit(")", 1)[1].split()[1])
+                children.setdefault(parent, []).append(int(folder.name))
+    waiting = list(pids)
+    while waiting:
+        for pid in children.get(waiting.pop(), []):
+            waiting.append(pid)
+            if (ticks := start_ticks(pid)) is not None:
+                yield pid, ticks
 
 
 def _alive(folder: Path) -> bool:

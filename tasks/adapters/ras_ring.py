@@ -41,6 +41,23 @@ class RasRing:
         self._folder = folder
         self._keep_polls = keep_polls
 
+    def probe(self) -> None:
+        """See that the folder can be written.
+
+        Raises:
+            StoreError: it cannot; the text names `spool_path`.
+        """
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            part = self._folder / f".probe.{os.getpid()}"
+            part.write_bytes(b"probe")
+            part.unlink()
+        except OSError as error:
+            raise StoreError(
+                f"spool_path: the RAS history cannot be kept in {self._folder}: {error.strerror}.",
+                "Set spool_path to a folder that can be written and has room.",
+            ) from error
+
     def append(self, attempt_id: str, observed_at: datetime, raw: bytes) -> None:
         """Retain a report, whole or not at all.
 

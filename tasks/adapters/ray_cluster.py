@@ -29,6 +29,7 @@ from tasks.hang.errors import (
 
 CONNECT_DEADLINE_S = 60.0
 CLIENT_DEADLINE_S = 120.0  # three tries, of which one may take 30 s for nothing: see ray_init
+_WEB_S = 1.0
 _KNOCK_S = 3.0
 _DASHBOARD_S = 10.0
 _LEAVE_S = 30.0  # the head may be gone
@@ -123,13 +124,29 @@ def explicit(address: str) -> tuple[str, int]:
 
 def _knock(host: str, port: int, address: str) -> None:
     try:
-        with socket.create_connection((host, port), timeout=_KNOCK_S):
-            return
+        with socket.create_connection((host, port), timeout=_KNOCK_S) as connection:
+            web = _is_web_server(connection)
     except OSError as error:
         raise ClusterUnreachable(
             f"Nothing answers at ray_address {address!r}: {error.strerror or error}.",
             "Set ray_address to the cluster's <head>:6379, or ray://<head>:10001, and check the firewall.",
         ) from error
+    if web:
+        raise ClusterUnreachable(
+            f"A web server answers at ray_address {address!r}, not a Ray cluster.",
+            "Set ray_address to the cluster's <head>:6379, or ray://<head>:10001; the dashboard's address belongs "
+            "into ray_dashboard_url.",
+        )
+
+
+def _is_web_server(connection: socket.socket) -> bool:
+    """Whether what answers speaks HTTP/1; Ray speaks gRPC, and would try for a minute to be understood."""
+    connection.settimeout(_WEB_S)
+    try:
+        connection.sendall(b"GET / HTTP/1.0\r\n\r\n")
+        return connection.recv(5) == b"HTTP/"
+    except OSError:
+        return False
 
 
 def _compare(cluster: Cluster) -> None:

@@ -56,11 +56,12 @@ class Freeze(Struct, frozen=True, kw_only=True):
 
 
 class Progressing(Struct, frozen=True, tag="progressing"):
-    """The last record of a communicator that is not frozen, and when it was first seen like that."""
+    """The last record of a communicator whose ranks agree or move, and when it was first seen like that."""
 
     digest: str
     since: datetime
     size: int
+    missing: int = 0
 
 
 class Frozen(Struct, frozen=True, tag="frozen"):
@@ -217,7 +218,7 @@ def _step(
     freeze = _next_freeze(before, record, at)
     if freeze is None:
         same = isinstance(before, Progressing) and _matches(before, record)
-        state = before if same and before else Progressing(digest=record.digest, since=at, size=record.size)
+        state = before if same and before else _progressing(record, at)
         return state, _release(key, before, at, "its ranks moved or agree again")
     events: list[Event] = []
     if isinstance(before, Suspected | Confirmed) and before.freeze.since != freeze.since:
@@ -238,6 +239,11 @@ def _step(
     if confirmed:
         return Confirmed(freeze, at), [*events, _event("confirmed", key, freeze, at)]
     return (Suspected(freeze, told_at) if told_at is not None else Frozen(freeze)), events
+
+
+def _progressing(record: Record, at: datetime) -> Progressing:
+    missing = record.missing_ranks_count
+    return Progressing(digest=record.digest, since=at, size=record.size, missing=missing)
 
 
 def _next_freeze(before: State | None, record: Record, at: datetime) -> Freeze | None:

@@ -6,7 +6,9 @@ from tasks.hang.policy import Action, HangPolicy
 from tasks.hang.verdict import Verdict, ranges
 from tasks.hang.window import Blind, Confirmed, Event, Frozen, Progressing, State, Suspected, Window
 
+_QUIET = "not moving, ranks agree"
 _ROWS = 200
+_QUIET_S = 30.0  # without a launch for so long, nobody shall read that a communicator progresses
 
 
 def duration(seconds: float) -> str:
@@ -80,23 +82,36 @@ def stall(event: Event) -> str:
 
 def state_table(window: Window) -> list[dict[str, str]]:
     """The state of each communicator, the worst first, as rows of a table artifact."""
-    order = {"confirmed": 0, "suspected": 1, "frozen": 2, "progressing": 3}
-    rows = [_row(key, state) for key, state in window.communicators.items()]
+    order = {"confirmed": 0, "suspected": 1, "frozen": 2, _QUIET: 3, "progressing": 4}
+    rows = [_row(key, state, _is_quiet(state, window)) for key, state in window.communicators.items()]
     return sorted(rows, key=lambda row: (order[row["state"]], row["communicator"]))
 
 
-def _row(key: str, state: State) -> dict[str, str]:
+def _is_quiet(state: State, window: Window) -> bool:
+    """Whether nothing was launched for a while, though the ranks that answer agree: idle, or a hang of a kind
+    that is not told apart here.
+    """
+    if not isinstance(state, Progressing) or window.last_report_at is None:
+        return False
+    return (window.last_report_at - state.since).total_seconds() >= _QUIET_S
+
+
+def _row(key: str, state: State, quiet: bool) -> dict[str, str]:
+    missing = ""
     match state:
-        case Progressing(_, since, size):
-            name, behind, polls = "progressing", "", ""
+        case Progressing(_, since, size, absent):
+            name, behind, polls = _QUIET if quiet else "progressing", "", ""
+            missing = str(absent) if absent else ""
         case Frozen(freeze) | Suspected(freeze) | Confirmed(freeze):
             since, size, polls = freeze.since, freeze.size, str(freeze.polls)
             name, behind = type(state).__name__.lower(), ranges(freeze.lagging)
+            missing = str(len(freeze.missing)) if freeze.missing else ""
     return {
         "communicator": key,
         "state": name,
         "ranks": str(size),
         "behind (communicator ranks)": behind,
+        "do not answer": missing,
         "unchanged since": since.isoformat(timespec="seconds"),
         "polls": polls,
     }
@@ -123,17 +138,20 @@ def summary(window: Window) -> str:
     states = list(window.communicators.values())
     if not states:
         return "No communicator seen yet."
-    parts = [
-        f"{sum(isinstance(state, kind) for state in states)} {word}"
-        for kind, word in (
-            (Confirmed, "hung"),
-            (Suspected, "suspected"),
-            (Frozen, "standing still"),
-            (Progressing, "progressing"),
-        )
-        if any(isinstance(state, kind) for state in states)
-    ]
-    return f"{len(states)} communicators: {', '.join(parts)}."
+    quiet = [state for state in states if isinstance(state, Progressing) and _is_quiet(state, window)]
+    absent = sum(state.missing for state in states if isinstance(state, Progressing))
+    absent += sum(len(freeze.missing) for freeze in window.stalled.values())
+    counted = (
+        (sum(isinstance(state, Confirmed) for state in states), "hung"),
+        (sum(isinstance(state, Suspected) for state in states), "suspected"),
+        (sum(isinstance(state, Frozen) for state in states), "standing still in disagreement"),
+        (len(quiet), _QUIET),
+        (sum(isinstance(state, Progressing) for state in states) - len(quiet), "progressing"),
+    )
+    parts = [f"{number} {word}" for number, word in counted if number]
+    plural = "communicator" if len(states) == 1 else "communicators"
+    unheard = f" {absent} ranks do not answer." if absent else ""
+    return f"{len(states)} {plural}: {', '.join(parts)}.{unheard}"
 
 
 def _blind(blind: Blind) -> str:

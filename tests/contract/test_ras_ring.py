@@ -39,6 +39,10 @@ def test_a_folder_that_cannot_be_written_is_named_with_the_setting(tmp_path):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(StoreError, match="spool_path"):
         RasRing(tmp_path / "file" / "ring", 3).append("one", at(0), b"x")
+    with pytest.raises(StoreError, match="spool_path"):
+        RasRing(tmp_path / "file" / "ring", 3).probe()
+    RasRing(tmp_path / "ring", 3).probe()
+    assert list((tmp_path / "ring").iterdir()) == []
 
 
 def test_what_was_not_finished_is_no_poll(tmp_path):

@@ -44,6 +44,7 @@ def mark_of(pid: int) -> str:
 def test_a_demo_that_is_interrupted_leaves_nothing_running(demo, ending):
     process, mark, _ = demo
     assert len(list(marked(mark))) > 5
+    family = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(ending)
     if ending == signal.SIGINT:
         time.sleep(0.5)
@@ -52,6 +53,7 @@ def test_a_demo_that_is_interrupted_leaves_nothing_running(demo, ending):
     assert process.returncode == 130, printed
     assert "nothing is left running" in printed
     assert list(marked(mark)) == []
+    assert [one for one in family if one.is_running() and one.status() != psutil.STATUS_ZOMBIE] == []
 
 
 def test_a_demo_that_fails_says_why_and_leaves_nothing_running(demo):

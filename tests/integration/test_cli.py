@@ -1,13 +1,15 @@
 """What people type, and what they are told when it cannot work: one sentence that names the field."""
 
+import http.server
 import socket
 import sys
+import threading
 import uuid
 
 import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from deployments.cli import main
+from deployments.cli import _merged, main
 from tasks.blocks import HangWindow, TrainingRun
 from tasks.hang.errors import RunNotFound
 from tasks.ownership import now
@@ -71,6 +73,46 @@ def test_an_address_must_be_explicit(rankwatch, tmp_path, address):
     code, _, told = rankwatch("add", "ghost", "--ray-address", address, "--storage-path", tmp_path)
     assert code == 2
     assert "ray_address" in told or "ray-address" in told
+
+
+def test_the_port_of_a_web_server_is_told_apart_at_once(rankwatch, tmp_path):
+    with http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler) as web:
+        threading.Thread(target=web.serve_forever, daemon=True).start()
+        code, _, told = add(rankwatch, tmp_path, f"127.0.0.1:{web.server_port}")
+        web.shutdown()
+    assert code == 2
+    assert "A web server answers at ray_address" in told
+
+
+def test_a_known_run_keeps_what_is_not_given():
+    name = f"run-{uuid.uuid4().hex[:6]}"
+    fields = {"run_name": name, "ray_address": "h:1", "ray_dashboard_url": "http://h:1"}
+    TrainingRun(**fields, storage_path="/old", action="fail", poll_interval_s=1).save(name)
+    block, changes = _merged(TrainingRun(**fields, storage_path="/new"))
+    assert (block.action, block.poll_interval_s, block.storage_path) == ("fail", 1, "/new")
+    assert changes == ["storage_path: /old -> /new"]
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9/api", "foo"])
+def test_a_wrong_server_is_not_a_missing_run(rankwatch, url):
+    with temporary_settings({PREFECT_API_URL: url}):
+        code, _, told = rankwatch("status", "demo")
+    assert code == 2
+    assert "PREFECT_API_URL is" in told
+
+
+def test_a_server_without_api_in_its_address_is_told(rankwatch):
+    right = PREFECT_API_URL.value() or ""
+    with temporary_settings({PREFECT_API_URL: right.removesuffix("/api")}):
+        code, _, told = rankwatch("status", "demo")
+    assert code == 2
+    assert "no Prefect API" in told
+
+
+def test_brackets_in_a_message_survive(rankwatch, tmp_path, nobody):
+    code, _, told = add(rankwatch, tmp_path, nobody, "--ras-addr", "::1")
+    assert code == 2
+    assert "[ipv6]:port" in told
 
 
 def test_a_storage_path_that_cannot_be_written_is_refused(rankwatch, tmp_path, nobody):
