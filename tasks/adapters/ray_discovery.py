@@ -155,8 +155,8 @@ class RayRunDirectory:
         some = ", ".join(sorted(names)[:_NAMES_SHOWN]) or "none"
         raise RunNotFound(
             f"The cluster knows no training run named {name!r} (known: {some}).",
-            "Set run_name to the name in RunConfig, or run_id to the id that Ray gave it. A run that does not run now is seen only if its job has "
-            "rankwatch_job or RAY_TRAIN_ENABLE_STATE_TRACKING=1.",
+            "Set run_name to the name in RunConfig, or run_id to the id that Ray gave it. A run that does not "
+            "run now is seen only if its job has rankwatch_job or RAY_TRAIN_ENABLE_STATE_TRACKING=1.",
         )
 
     def _ways(self, name: str, names: set[str]) -> Iterator[Found]:
