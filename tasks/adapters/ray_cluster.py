@@ -134,8 +134,8 @@ def _knock(host: str, port: int, address: str) -> None:
     if web:
         raise ClusterUnreachable(
             f"A web server answers at ray_address {address!r}, not a Ray cluster.",
-            "Set ray_address to the cluster's <head>:6379, or ray://<head>:10001; the address of the dashboard "
-            "belongs into ray_dashboard_url.",
+            "Set ray_address to the cluster's <head>:6379, or ray://<head>:10001; the dashboard has its "
+            "own field, ray_dashboard_url.",
         )
 
 

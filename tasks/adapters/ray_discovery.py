@@ -155,7 +155,7 @@ class RayRunDirectory:
         some = ", ".join(sorted(names)[:_NAMES_SHOWN]) or "none"
         raise RunNotFound(
             f"The cluster knows no training run named {name!r} (known: {some}).",
-            "Set run_name to the name in RunConfig, or run_id to the id that Ray gave it. A run that does not "
+            "Set run_name to the name in RunConfig, or run_id to its id in Ray. A run that does not "
             "run now is seen only if its job has rankwatch_job or RAY_TRAIN_ENABLE_STATE_TRACKING=1.",
         )
 
