@@ -172,12 +172,24 @@ def _due(shift: Shift, record: Incident) -> Due | None:
             return Due("diagnose", incident_id)
         case "diagnosed" | "decided":
             return Due("remediate", incident_id)
+        case "acted" if _left_too_early(shift, incident_id, record):
+            _advance(incident_id, record, "diagnosed")
+            return Due("remediate", incident_id)
         case "acted":
             _close_when_over(shift, incident_id, record)
             return None
         case "closed":
             shift.open_incident = ""
             return None
+
+
+def _left_too_early(shift: Shift, incident_id: str, record: Incident) -> bool:
+    """Whether a hang was left alone because one report did not show it, and it is still there: reports of a
+    part of the job come by, and a single one must not leave it hanging for good.
+    """
+    hang = shift.incident()
+    still_there = hang is not None and hang.incident_id == incident_id
+    return still_there and record.decision.startswith("leave")
 
 
 def _close_when_over(shift: Shift, incident_id: str, record: Incident) -> None:

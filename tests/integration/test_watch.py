@@ -266,6 +266,25 @@ def _remember(scene, save):
     return wrapped
 
 
+def test_one_report_that_does_not_show_the_hang_does_not_leave_it_hanging(watched):
+    scene = Scene()
+    lies = []
+
+    def status(attempt):
+        if scene.nodes.asked("dump_stacks") and not lies:
+            lies.append(1)
+            return report()
+        return Scene.status(scene, attempt)
+
+    scene.status = status
+    slug, _, _ = watched(scene)
+    (incident,) = incidents(slug)
+    assert len(lies) == 1
+    assert incident.decision.startswith("fail: ")
+    assert len(scene.posted) == 1
+    assert incident.phase == "closed"
+
+
 def test_a_run_without_reports_is_blind_and_nothing_is_confirmed(watched):
     scene = Scene(patience=8)
     real = scene.status
