@@ -50,7 +50,7 @@ _clients = threading.local()
 def server() -> Iterator[SyncPrefectClient]:
     """A client that gives up after seconds, not minutes: a shift goes on polling without the server.
 
-    One for each thread and server, kept open: making one costs more than ten requests.
+    One for each thread and server, kept open: making one costs far more CPU than a request.
     """
     outer = get_settings_context()
     if getattr(_clients, "outer", None) is not outer.settings:
@@ -212,7 +212,7 @@ def load_incident(incident_id: str) -> Incident | None:
     return found[0] if found is not None else None
 
 
-# Block.save and Block.load register the block type each time, which costs ten requests; these cost one.
+# Block.save makes five or six requests each time, to register the type again; these make one or two.
 
 
 def _read(name: str, kind: type[B]) -> tuple[B, UUID] | None:
