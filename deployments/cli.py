@@ -4,7 +4,8 @@ import importlib.metadata
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Literal
 
 import httpx
 from cyclopts import App, Parameter
@@ -14,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from deployments.deploy import deploy_watch, ensure_pool
+from deployments.replay import replay
 from deployments.up import LOCAL_SERVER
 from deployments.up import up as run_up
 from tasks.blocks import TrainingRun, slug_of
@@ -57,6 +59,13 @@ def add(
     confirm_duration_s: float | None = None,
     suspect_after_s: float | None = None,
     repeat_every_s: float | None = None,
+    confirm_unresponsive_s: float | None = None,
+    confirm_symmetric_s: float | None = None,
+    confirm_init_s: float | None = None,
+    unresponsive_action: Action | None = None,
+    symmetric_action: Action | None = None,
+    init_action: Action | None = None,
+    fast_confirm_s: float | Literal["on", "off"] | None = None,
     shift_s: float | None = None,
     spool_path: str | None = None,
 ) -> None:
@@ -77,6 +86,13 @@ def add(
         confirm_duration_s: Seconds until a hang is confirmed.
         suspect_after_s: Seconds until it is suspected.
         repeat_every_s: Seconds between reminders.
+        confirm_unresponsive_s: Seconds until it is a hang where a rank does not answer.
+        confirm_symmetric_s: Seconds until it is a hang where all ranks launched the same.
+        confirm_init_s: Seconds until it is a hang where a communicator is being created.
+        unresponsive_action: What a hang leads to where a rank does not answer.
+        symmetric_action: What a hang leads to where all ranks launched the same.
+        init_action: What a hang leads to where a communicator is being created.
+        fast_confirm_s: Confirm this early where witnesses agree strongly: seconds, on (90) or off.
         shift_s: Seconds that one flow run polls.
         spool_path: Local folder for the RAS history.
     """
@@ -95,19 +111,30 @@ def add(
         confirm_duration_s=confirm_duration_s,
         suspect_after_s=suspect_after_s,
         repeat_every_s=repeat_every_s,
+        confirm_unresponsive_s=confirm_unresponsive_s,
+        confirm_symmetric_s=confirm_symmetric_s,
+        confirm_init_s=confirm_init_s,
+        unresponsive_action=unresponsive_action,
+        symmetric_action=symmetric_action,
+        init_action=init_action,
+        fast_confirm_s=fast_confirm_s,
         shift_s=shift_s,
         spool_path=spool_path,
     )
     with _server():
         block, changes = _merged(given)
         eyes = eyes_of(block)
-        if eyes.find().finished:
+        attempt = eyes.find()
+        if attempt.finished:
             raise RunNotFound(f"The run {run!r} is over: there is nothing to watch.", "Start it again first.")
+        warning = eyes.plan.check_fit(attempt)
         ensure_pool()
         block.save(block.slug, overwrite=True)
         deploy_watch(block)
         started = start_shift(block.slug)
     print(f"{run} is watched as {block.slug} (action {eyes.plan.settings.action}).")
+    if warning:
+        print(warning)
     for change in changes:
         print(f"Changed: {change}. The next shift goes by it.")
     print("A shift was started." if started else "A shift is at work or about to start.")
@@ -156,6 +183,25 @@ def status(run: str) -> None:
     )
     table.add_row("open incident", stored.incident or "none")
     Console().print(table)
+
+
+@app.command(name="replay")
+def replay_(
+    folder: Path,
+    *,
+    poll_interval: float | None = None,
+    confirm: float = 600.0,
+    json: Annotated[bool, Parameter(negative="")] = False,
+) -> int:
+    """Run the detector over stored RAS reports; exits with 3 where it confirms a hang. Needs no server.
+
+    Args:
+        folder: Reports in json, one a file, in the order of their names; or the folder of an incident.
+        poll_interval: Seconds between two files; without it the time in each report counts, as UTC.
+        confirm: Seconds until a freeze is a hang.
+        json: Print one JSON object for each event, and nothing else.
+    """
+    return replay(folder, poll_interval_s=poll_interval, confirm_s=confirm, as_json=json)
 
 
 @contextmanager

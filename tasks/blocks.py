@@ -15,7 +15,7 @@ from pydantic import Field, SecretStr
 
 from tasks.hang.incident import Phase
 from tasks.hang.policy import Action
-from tasks.settings import RasPlace, RasSourceName, Seconds
+from tasks.settings import FastConfirm, RasPlace, RasSourceName, Seconds
 
 _SLUG_LENGTH = 60
 
@@ -60,6 +60,23 @@ class TrainingRun(Block):
     confirm_duration_s: Seconds | None = Field(None, description="Seconds until a hang is confirmed (600)")
     suspect_after_s: Seconds | None = Field(None, description="Seconds until it is suspected (60)")
     repeat_every_s: Seconds | None = Field(None, description="Seconds between reminders (120)")
+    confirm_unresponsive_s: Seconds | None = Field(None, description="Where a rank does not answer")
+    confirm_symmetric_s: Seconds | None = Field(None, description="Where all ranks launched the same")
+    confirm_init_s: Seconds | None = Field(None, description="Where a communicator is being created")
+    unresponsive_action: Action | None = Field(None, description="Where a rank does not answer (as action)")
+    symmetric_action: Action | None = Field(None, description="Where all ranks launched the same (observe)")
+    init_action: Action | None = Field(None, description="Where a communicator is being created (observe)")
+    witness_gap_s: Seconds | None = Field(None, description="Seconds between the samples of a witness (10)")
+    extend_factor: float | None = Field(
+        None, ge=1, le=10, description="By which the confirm time grows where a rank visibly works (1.5)"
+    )
+    envelope_cap_s: Seconds | None = Field(
+        None, description="Most that earlier stalls make of a confirm time"
+    )
+    fast_confirm_s: FastConfirm | None = Field(None, description="Confirm early where witnesses agree (off)")
+    settle_s: float | None = Field(
+        None, ge=0, le=3600, description="Seconds at the start that RAS is not asked"
+    )
     shift_s: Seconds | None = Field(None, description="Seconds that one flow run polls (3600)")
     capture_deadline_s: Seconds | None = Field(None, description="Seconds that a capture may take (60)")
     acknowledge_within_s: Seconds | None = Field(

@@ -122,7 +122,7 @@ def capture_ras(case: Case) -> RasEvidence:
         text, reason = "", str(error)
     entries.append(_keep(case, "ncclras_report", "run", "nccl_ras/ncclras_report.txt", text, reason))
     polls = case.eyes.ring.polls(case.attempt.attempt_id)
-    keep = case.eyes.plan.policy.confirm_polls + _MARGIN_POLLS
+    keep = case.eyes.plan.policy.window_polls + _MARGIN_POLLS
     taken: dict[str, int] = {}
     newest: bytes | None = None
     for kept in polls[-keep:]:

@@ -11,8 +11,8 @@ from tasks.hang.errors import RasError
 from tasks.hang.evidence import Entry, tally
 from tasks.hang.incident import Incident as Hang
 from tasks.hang.report import Communicator
+from tasks.hang.states import Freeze
 from tasks.hang.verdict import Verdict, judge
-from tasks.hang.window import Freeze
 from tasks.ownership import load_incident
 from tasks.reporting.wording import verdict_markdown
 

@@ -16,11 +16,13 @@ from tasks.blocks import Incident, slug_of
 from tasks.capture import Case, Stacks
 from tasks.hang.errors import RankwatchError
 from tasks.hang.incident import Incident as Hang
-from tasks.hang.incident import Phase
+from tasks.hang.incident import Phase, incident_of
 from tasks.hang.memory import recall, remember
+from tasks.hang.policy import FreezeKind
 from tasks.hang.remedy import Decision, decide
 from tasks.hang.run import Attempt
 from tasks.hang.verdict import Verdict
+from tasks.hang.window import Window
 from tasks.ownership import (
     SERVER_ERRORS,
     claim_phase,
@@ -121,7 +123,8 @@ def resolve_incident(slug: str, incident_id: str, eyes: Eyes) -> Decision:
     attempt = eyes.find()
     frozen = attempt.attempt_id == record.attempt_id and still_frozen(eyes, attempt, window)
     verdict = _verdict(incident_id, record)
-    decision = decide(verdict, eyes.plan.settings.action, attempt, still_frozen=frozen)
+    action = eyes.plan.settings.action_for(_kind(window))
+    decision = decide(verdict, action, attempt, still_frozen=frozen)
     get_run_logger().warning("Decision: %s. %s", decision.kind, decision.reason)
     record.decision = f"{decision.kind}: {decision.reason}"
     if record.phase == "diagnosed":
@@ -153,13 +156,13 @@ def _open(shift: Shift, hang: Hang) -> Incident:
         window=remember(shift.window),
         times={"opened": hang.opened_at},
     )
-    first = min(shift.window.confirmed.values(), key=lambda freeze: freeze.since)
+    first = min(shift.window.confirmed.values(), key=lambda freeze: freeze.stalled_since)
     record.times["confirmed"] = now()
     get_run_logger().warning(
         "Incident %s: %s communicators stand still since %s.",
         hang.incident_id,
         len(hang.members),
-        first.since.isoformat(timespec="seconds"),
+        first.stalled_since.isoformat(timespec="seconds"),
     )
     save_incident(hang.incident_id, record)
     return record
@@ -237,6 +240,13 @@ def _payload(record: Incident) -> dict[str, Any]:
     }
 
 
+def _kind(window: Window) -> FreezeKind:
+    """What hangs: where several communicators do, the one that is named first."""
+    hang = incident_of("", window)
+    root = window.freeze(hang.members[0]) if hang else None
+    return root.kind if root else "mismatch"
+
+
 def _verdict(incident_id: str, record: Incident) -> Verdict:
     """The stored verdict; where there is none, one that names nobody."""
     if record.verdict:
@@ -244,7 +254,7 @@ def _verdict(incident_id: str, record: Incident) -> Verdict:
     return Verdict(
         incident_id=incident_id,
         attempt_id=record.attempt_id,
-        kind="mismatch",
+        kind=_kind(recall(record.window, record.attempt_id)),
         communicator=record.members[0] if record.members else "",
         functions=(),
         headline="No rank could be named: the evidence could not be captured.",

@@ -7,9 +7,10 @@ holder is gone is not deleted but outnumbered: `<name>`, `<name>-2`, ...
 """
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from functools import lru_cache
 from typing import Any, TypeVar
 from uuid import UUID
@@ -65,6 +66,17 @@ def server() -> Iterator[SyncPrefectClient]:
 def now() -> datetime:
     """The time, in UTC."""
     return datetime.now(UTC)
+
+
+_STARTED = (now(), time.monotonic())
+
+
+def steady_now() -> datetime:
+    """The time of this process's start and what passed since, in UTC: a clock that is set while a freeze is
+    being timed must neither confirm it early nor hide it.
+    """
+    wall, ticks = _STARTED
+    return wall + timedelta(seconds=time.monotonic() - ticks)
 
 
 def claim(name: str, *, is_dead: Callable[[Claim], bool], owner: str | None = None) -> bool:

@@ -11,16 +11,25 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from msgspec import Struct
-from pydantic import AliasChoices, Field, ValidationError
+from pydantic import AliasChoices, BeforeValidator, Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from tasks.adapters.node_part import parse_ras_addr
 from tasks.hang.errors import SettingsError
-from tasks.hang.policy import Action, HangPolicy
+from tasks.hang.policy import Action, Fit, FreezeKind, HangPolicy, fit
+from tasks.hang.run import Attempt
 
 RasSourceName = Literal["socket", "ncclras_cli"]
 RasPlace = Literal["node", "direct"]
 Seconds = Annotated[float, Field(gt=0, le=7 * 24 * 3600)]
+_FAST = {"on": 90.0, "off": 0.0}
+
+
+def _switch(value: Any) -> Any:
+    return _FAST.get(value.lower(), value) if isinstance(value, str) else value
+
+
+FastConfirm = Annotated[float, Field(ge=0, le=7 * 24 * 3600), BeforeValidator(_switch)]
 
 # Variables that belong to the training job: what the job says of them beats what this process has.
 JOB_VARIABLES = {
@@ -29,6 +38,13 @@ JOB_VARIABLES = {
     "confirm_duration_s": "RAY_TRAIN_NCCL_RAS_CONFIRM_DURATION_S",
     "ras_addr": "NCCL_RAS_ADDR",
 }
+
+
+_POLICY_FIELDS = (
+    "poll_interval_s", "suspect_after_s", "confirm_duration_s", "confirm_unresponsive_s",
+    "confirm_symmetric_s", "confirm_init_s", "repeat_every_s", "witness_gap_s", "extend_factor",
+    "envelope_cap_s", "fast_confirm_s",
+)  # fmt: skip
 
 
 def _named(field: str) -> AliasChoices:
@@ -64,6 +80,65 @@ class WatchSettings(BaseSettings):
         validation_alias=_named("repeat_every_s"),
         description="Seconds between two reminders of a suspicion",
     )
+    confirm_unresponsive_s: Seconds | None = Field(
+        None,
+        validation_alias=_named("confirm_unresponsive_s"),
+        description="The same where a rank does not answer; empty is confirm_duration_s",
+    )
+    confirm_symmetric_s: Seconds | None = Field(
+        None,
+        validation_alias=_named("confirm_symmetric_s"),
+        description="The same where all ranks launched the same; empty is confirm_duration_s",
+    )
+    confirm_init_s: Seconds | None = Field(
+        None,
+        validation_alias=_named("confirm_init_s"),
+        description="The same for a communicator that is being created; empty is confirm_duration_s",
+    )
+    unresponsive_action: Action | None = Field(
+        None,
+        validation_alias=_named("unresponsive_action"),
+        description="What a hang of a rank that does not answer leads to; empty is action",
+    )
+    symmetric_action: Action = Field(
+        "observe",
+        validation_alias=_named("symmetric_action"),
+        description="What a hang leads to in which all ranks launched the same",
+    )
+    init_action: Action = Field(
+        "observe",
+        validation_alias=_named("init_action"),
+        description="What a communicator leads to whose creation does not end",
+    )
+    witness_gap_s: Seconds = Field(
+        10.0,
+        validation_alias=_named("witness_gap_s"),
+        description="Seconds between the two samples of a witness",
+    )
+    extend_factor: float = Field(
+        1.5,
+        ge=1,
+        le=10,
+        validation_alias=_named("extend_factor"),
+        description="By which the confirm time grows, once, when a rank that is behind visibly works",
+    )
+    envelope_cap_s: Seconds | None = Field(
+        None,
+        validation_alias=_named("envelope_cap_s"),
+        description="The most that earlier stalls can make of a confirm time; empty is twice that time",
+    )
+    fast_confirm_s: FastConfirm = Field(
+        0.0,
+        validation_alias=_named("fast_confirm_s"),
+        description="Confirm this early where witnesses agree strongly: seconds, `on` (90) or `off`",
+    )
+    settle_s: float = Field(
+        10.0,
+        ge=0,
+        le=3600,
+        validation_alias=_named("settle_s"),
+        description="Seconds at the start of an attempt in which RAS is not asked",
+    )
     shift_s: Seconds = Field(
         3600.0, validation_alias=_named("shift_s"), description="Seconds that one flow run polls"
     )
@@ -97,6 +172,18 @@ class WatchSettings(BaseSettings):
         description="Local folder for the RAS history and for evidence that could not be stored",
     )
 
+    def action_for(self, kind: FreezeKind) -> Action:
+        """What a confirmed hang of a kind leads to."""
+        match kind:
+            case "unresponsive":
+                return self.unresponsive_action or self.action
+            case "symmetric":
+                return self.symmetric_action
+            case "init":
+                return self.init_action
+            case "mismatch":
+                return self.action
+
 
 class WatchPlan(Struct, frozen=True, kw_only=True):
     """The settings of one run, resolved: values and where each came from."""
@@ -104,6 +191,43 @@ class WatchPlan(Struct, frozen=True, kw_only=True):
     settings: WatchSettings
     policy: HangPolicy
     origin: dict[str, str]
+
+    @property
+    def explicit(self) -> frozenset[str]:
+        """The fields that somebody set."""
+        return frozenset(field for field, origin in self.origin.items() if origin != "default")
+
+    def check_fit(self, attempt: Attempt) -> str:
+        """See that every hang is confirmed before the watchdog of the attempt ends its processes.
+
+        Returns:
+            What had to be cut, empty where nothing was.
+
+        Raises:
+            SettingsError: a value that somebody set cannot fit.
+        """
+        return self._fit(attempt, self.explicit).warning
+
+    def fitted(self, attempt: Attempt) -> tuple[HangPolicy, str]:
+        """The policy for an attempt, cut to fit whoever set it, and what is to be said about that."""
+        try:
+            found = self._fit(attempt, self.explicit)
+        except SettingsError as error:
+            try:
+                found = self._fit(attempt, frozenset())
+            except SettingsError:
+                return self.policy, f"{error} Evidence may be lost."
+            return found.policy, f"{error} It is cut."
+        return found.policy, found.warning
+
+    def _fit(self, attempt: Attempt, explicit: frozenset[str]) -> Fit:
+        return fit(
+            self.policy,
+            watchdog_s=attempt.watchdog_s,
+            watchdog=attempt.watchdog_source,
+            capture_s=self.settings.capture_deadline_s,
+            explicit=explicit,
+        )
 
 
 def resolve(block: Mapping[str, Any], job_env: Mapping[str, str]) -> WatchPlan:
@@ -136,12 +260,7 @@ def resolve(block: Mapping[str, Any], job_env: Mapping[str, str]) -> WatchPlan:
         parse_ras_addr(settings.ras_addr)
     except ValueError as error:
         raise SettingsError(f"ras_addr (from: {origin['ras_addr']}): {error}") from error
-    policy = HangPolicy(
-        poll_interval_s=settings.poll_interval_s,
-        suspect_after_s=settings.suspect_after_s,
-        confirm_duration_s=settings.confirm_duration_s,
-        repeat_every_s=settings.repeat_every_s,
-    )
+    policy = HangPolicy(**{field: getattr(settings, field) for field in _POLICY_FIELDS})
     return WatchPlan(settings=settings, policy=policy, origin=origin)
 
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from datetime import datetime
 from types import TracebackType
 from typing import Any, Self
 from uuid import UUID
@@ -21,8 +22,13 @@ from tasks.handover import RUN_ENDED
 from tasks.hang.errors import ClusterError, NotOurs, RunNotFound
 from tasks.hang.incident import Incident, incident_of
 from tasks.hang.memory import recall, remember
+from tasks.hang.pace import advice, pace, suspended
+from tasks.hang.policy import KINDS
+from tasks.hang.report import RasReport
 from tasks.hang.run import Attempt
-from tasks.hang.window import Blank, Event, Progressing, Window
+from tasks.hang.states import Blank, Confirmed, Event, Progressing, Sighting, Suspected
+from tasks.hang.window import Window
+from tasks.hang.witness import Witness
 from tasks.ownership import (
     SERVER_ERRORS,
     Tenure,
@@ -35,10 +41,14 @@ from tasks.ownership import (
 from tasks.poll import look, poll
 from tasks.reporting.wording import state_markdown, summary, tell
 from tasks.wiring import Eyes, eyes_of, load_run
+from tasks.witness import ask
 
 _TELL_EVERY_S = 60.0
 _FIND_EVERY_S = 60.0
 _BEAT_EVERY_S = 5.0
+_SCOUTS = 4
+_KEYS_TOLD = 50
+_SAME_PACE = 0.1  # an interval that differs by less is kept
 _LOST_FOR_S = 120.0  # then a new process shall connect anew
 
 
@@ -59,6 +69,7 @@ class Shift:
         self.window = window
         self.over = ""
         self.open_incident = ""
+        self.policy = eyes.plan.policy
         self.failures: dict[str, int] = {}
         self.not_before = 0.0
         self._log = get_run_logger()
@@ -70,7 +81,10 @@ class Shift:
         self._beat_at = 0.0
         self._found_at = time.monotonic()
         self._lost_at = 0.0
-        self._trouble = ""
+        self._said: dict[str, str] = {}
+        self._scouts = ThreadPoolExecutor(_SCOUTS, thread_name_prefix="witness")
+        self._asked: dict[tuple[str, datetime], Future[Witness]] = {}
+        self._fit()
 
     def __enter__(self) -> Self:
         return self
@@ -80,6 +94,7 @@ class Shift:
     ) -> None:
         """Say goodbye, so that the next shift need not wait for our heartbeat to grow old."""
         reason = self.over or (f"failed: {error}" if error else "the shift is over")
+        self._scouts.shutdown(wait=False, cancel_futures=True)
         try:
             self._clerk.shutdown(wait=True, cancel_futures=True)
             write(self.tenure, farewell=reason, run_ended=self.over == RUN_ENDED, **self._fields())
@@ -91,7 +106,6 @@ class Shift:
         """Yield once for each poll, evenly spaced however long a poll takes; jitter spreads the ends of the
         shifts of many runs.
         """
-        interval_s = self.eyes.plan.policy.poll_interval_s
         begin = time.monotonic()
         length_s = self.eyes.plan.settings.shift_s * random.uniform(0.9, 1.0)  # noqa: S311  no secret
         due = begin
@@ -99,24 +113,99 @@ class Shift:
             time.sleep(max(0.0, due - time.monotonic()))
             yield
             late_s = max(0.0, time.monotonic() - due)
+            interval_s = self.policy.poll_interval_s
             due += interval_s * (1 + int(late_s // interval_s))
 
     def look(self) -> tuple[Event, ...]:
-        """One poll: find the attempt, ask RAS, take it into account, tell."""
+        """One poll: find the attempt, hear the witnesses, ask RAS, take it into account, tell."""
         self._refresh()
         if self.over or self.attempt.status != "running":
             self._keep_record()
             return ()
-        observation, trouble = poll(self.eyes, self.attempt)
-        if isinstance(observation, Blank):
-            self._found_at = 0.0
-        if trouble and str(trouble) != self._trouble:
-            self._log.warning("%s", trouble)
-        self._trouble = str(trouble or "")
-        self.window, events = look(self.window, observation, self.eyes)
+        events = self._hear()
+        if not self._rests():
+            observation, trouble = poll(self.eyes, self.attempt)
+            if isinstance(observation, Blank):
+                self._found_at = 0.0
+            self._say("trouble", str(trouble or ""))
+            self.window, seen = look(self.window, observation, self.policy)
+            events += seen
+            if isinstance(observation, Sighting):
+                self._keep_pace(observation.report)
         self._tell(events)
+        self._ask()
         self._keep_record(changed=bool(events))
         return events
+
+    def _rests(self) -> bool:
+        """Whether RAS is not to be asked now: it would disturb the job, or cannot answer in this attempt."""
+        if self.window.blind is not None and self.window.blind.permanent:
+            self._say("rest", f"RAS is not asked again in this attempt: {self.window.blind.reason}")
+            return True
+        reason = suspended(self.attempt, time.time(), self.eyes.plan.settings.settle_s)
+        self._say("rest", f"RAS is not asked now: {reason}." if reason else "", level="INFO")
+        return bool(reason)
+
+    def _keep_pace(self, report: RasReport) -> None:
+        """What a question costs the job grows with the square of the rank entries: ask less often then."""
+        plan = self.eyes.plan
+        now_fit = pace(
+            plan.policy.poll_interval_s,
+            explicit="poll_interval_s" in plan.explicit,
+            entries=report.entries,
+            nccl_version=report.nccl_version,
+            collection_time_s=report.collection_time_s,
+        )
+        self._say("version", advice(report.nccl_version))
+        shortest_s = min(self.policy.confirm_s(kind) for kind in KINDS)
+        interval_s = min(now_fit.interval_s, max(plan.policy.poll_interval_s, shortest_s / 4))
+        if abs(interval_s - self.policy.poll_interval_s) > _SAME_PACE * self.policy.poll_interval_s:
+            self._say("pace", f"RAS is polled every {interval_s:.0f} s: {now_fit.reason}.", level="INFO")
+            self.policy = msgspec.structs.replace(self.policy, poll_interval_s=interval_s)
+
+    def _fit(self) -> None:
+        """Confirm and capture before the watchdog of this attempt ends its processes. A watch never refuses
+        to watch: what does not fit is cut here, and refused where it is set.
+        """
+        plan = self.eyes.plan
+        fitted, warning = plan.fitted(self.attempt)
+        self.policy = fitted
+        self._say("watchdog", warning)
+
+    def _ask(self) -> None:
+        """Send somebody to look at what the window asks for, beside the polls."""
+        for question in self.window.questions:
+            freeze = self.window.freeze(question.communicator)
+            if freeze is None or freeze.asked_at is None or not freeze.processes:
+                continue
+            key = (question.communicator, freeze.asked_at)
+            if key not in self._asked:
+                members = {rank: process[:2] for rank, process in freeze.processes.items()}
+                gap_s = self.policy.gap_s(freeze.kind)
+                self._asked[key] = self._scouts.submit(ask, self.eyes, self.attempt, question, members, gap_s)
+
+    def _hear(self) -> tuple[Event, ...]:
+        """Take into account what the witnesses saw."""
+        events: list[Event] = []
+        for key in [key for key, answer in self._asked.items() if answer.done()]:
+            answer = self._asked.pop(key)
+            error = answer.exception()
+            if error is not None:
+                self._log.warning("A witness failed, which is a defect of rankwatch: %r", error)
+                witness = Witness(observed_at=now(), communicator=key[0], looks=(), reason=repr(error))
+            else:
+                witness = answer.result()
+            freeze = self.window.freeze(key[0])
+            if freeze is not None and freeze.asked_at == key[1]:
+                self.window, told = look(self.window, witness, self.policy)
+                events += told
+        return tuple(events)
+
+    def _say(self, topic: str, text: str, *, level: str = "WARNING") -> None:
+        """Log a sentence once, until it changes."""
+        if text and text != self._said.get(topic):
+            (self._log.warning if level == "WARNING" else self._log.info)("%s", text)
+        self._said[topic] = text
 
     @contextmanager
     def busy(self) -> Iterator[None]:
@@ -141,9 +230,10 @@ class Shift:
 
     @property
     def moves(self) -> bool:
-        """Whether something in the attempt progressed: a communicator exists and none stands still."""
-        return bool(self.window.communicators) and all(
-            isinstance(state, Progressing) for state in self.window.communicators.values()
+        """Whether something in the attempt progresses, and nothing is suspected."""
+        states = self.window.communicators.values()
+        return any(isinstance(state, Progressing) for state in states) and not any(
+            isinstance(state, Suspected | Confirmed) for state in states
         )
 
     def _refresh(self) -> None:
@@ -169,6 +259,10 @@ class Shift:
             self._log.info("%s is in attempt %s now.", self.run.run_name, found.attempt_id)
             self.window = Window(attempt_id=found.attempt_id)
             self._told_at = 0.0
+            self._said.clear()
+            self._asked.clear()
+            self.attempt = found
+            self._fit()
             self._emit("attempt", {"attempt_id": found.attempt_id})
         self.attempt = found
         if found.finished:
@@ -182,12 +276,17 @@ class Shift:
             self._log.info("%s", error)
 
     def _tell(self, events: tuple[Event, ...]) -> None:
-        plan = self.eyes.plan
-        for level, text in tell(events, self.run.run_name, plan.policy, plan.settings.action):
+        for level, text in tell(events, self.run.run_name, self.eyes.plan.settings.action_for):
             (self._log.warning if level == "WARNING" else self._log.info)("%s", text)
+        together: dict[tuple[str, str | None], list[Event]] = {}
         for event in events:
-            self._emit(event.event, msgspec.to_builtins(event))
-        if any(event.event in ("suspected", "confirmed") for event in events):
+            together.setdefault((event.event, event.kind), []).append(event)
+        for (name, _), alike in together.items():
+            keys = [event.communicator for event in alike]
+            payload = {**msgspec.to_builtins(alike[0]), "communicators": keys[:_KEYS_TOLD]}
+            self._emit(name, {**payload, "communicators_count": len(keys)})
+        kinds = {event.kind for event in events if event.event in ("suspected", "confirmed")}
+        if kinds and "init" not in kinds:  # NCCL can crash when asked for text while a communicator is made
             self._clerk.submit(self._tell_text)
 
     def _tell_text(self) -> None:

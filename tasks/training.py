@@ -17,10 +17,12 @@ from prefect.cache_policies import NO_CACHE
 from prefect.logging import get_run_logger
 
 from tasks.hang.errors import NodeError, RankwatchError
+from tasks.hang.merge import merge_reports
 from tasks.hang.report import parse_report
 from tasks.hang.run import Attempt, Rank, by_node
+from tasks.hang.states import Sighting
 from tasks.hang.verdict import Verdict
-from tasks.hang.window import Window
+from tasks.hang.window import Window, advance
 from tasks.ownership import now
 from tasks.wiring import Eyes
 
@@ -144,21 +146,16 @@ def _kill(eyes: Eyes, ranks: Iterable[Rank], start_ticks: Mapping[int, int], run
 
 
 def still_frozen(eyes: Eyes, attempt: Attempt, window: Window) -> bool:
-    """Whether a report newer than the evidence shows a hung communicator with the same counts.
+    """Whether a report newer than the evidence still shows one of the hangs.
 
     Raises:
         RasError: no report can be had, so it cannot be told.
         ClusterError: the cluster cannot be asked.
     """
-    report = parse_report(eyes.ras.status(attempt))
-    for key, freeze in window.confirmed.items():
-        record = report.records.get(key)
-        if record is None:
-            continue
-        counts = record.decode().counts
-        if all(freeze.counts.get(rank, shown) == shown for rank, shown in counts.items()):
-            return True
-    return False
+    raws = eyes.ras.status(attempt)
+    report = merge_reports([parse_report(raw) for raw in raws])
+    after, _ = advance(window, Sighting(now(), report), eyes.plan.policy)
+    return bool(window.confirmed.keys() & after.confirmed.keys())
 
 
 def _over(eyes: Eyes, attempt: Attempt, *, within_s: float) -> bool:

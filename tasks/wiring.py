@@ -102,7 +102,7 @@ def _wire(document: str) -> Eyes:
     nodes = RayNodes()
     ring = RasRing(
         Path(settings.spool_path).expanduser() / run.slug / "nccl_ras",
-        plan.policy.confirm_polls + _RING_MARGIN_POLLS,
+        plan.policy.window_polls + _RING_MARGIN_POLLS,
     )
     ring.probe()
     return Eyes(

@@ -40,18 +40,23 @@ class FakeDirectory:
 
 
 class FakeRas:
-    """Answers with what the test says: bytes, or an error to raise."""
+    """Answers with what the test says: a report, the reports of several meshes, or an error to raise."""
 
-    def __init__(self, answer: bytes | RankwatchError) -> None:
-        self.answer = answer
+    def __init__(self, answer: bytes | tuple[bytes, ...] | RankwatchError) -> None:
+        self.answer: bytes | tuple[bytes, ...] | RankwatchError = answer
+        self.seen: tuple[int, int] | None = None
         self.asked = 0
 
-    def status(self, attempt: Attempt) -> bytes:
+    def status(self, attempt: Attempt) -> tuple[bytes, ...]:
         del attempt
         self.asked += 1
         if isinstance(self.answer, RankwatchError):
             raise self.answer
-        return self.answer
+        return self.answer if isinstance(self.answer, tuple) else (self.answer,)
+
+    def visible(self, attempt: Attempt) -> tuple[int, int] | None:
+        del attempt
+        return self.seen
 
     def text(self, attempt: Attempt) -> str:
         del attempt

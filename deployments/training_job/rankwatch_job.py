@@ -15,8 +15,11 @@ the store is used from a thread of its own, since a control service that restart
 loop; nothing is imported into a rank that is not there already; and the file travels by value, so that only
 the driver needs it.
 
+A training function that tears down and rebuilds a communicator may say so, since NCCL can be harmed by
+questions in between (`suspend_polling`, `resume_polling`); it need not.
+
 Keys, in namespace `rankwatch`: `run:<run_id>` (announcement), `verdict:<run_id>` (read),
-`ack:<run_id>:<incident>` (what was done about a verdict).
+`ack:<run_id>:<incident>` (what was done about a verdict), `suspend:<run_id>` (until when not to poll).
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ import socket
 import stat
 import sys
 import threading
+import time
 import types
 import uuid
 from concurrent.futures import Future
@@ -69,6 +73,9 @@ _RANKS_S = 10.0  # how long the controller waits for the ranks; training has sta
 _READ_S = 0.5
 _FLUSH_S = 2.0
 _CONNECT_S = 0.5
+_MOST_SUSPENDED_S = 600.0
+_SUSPEND_WAIT_S = 0.5
+_REASON_CHARS = 200
 _SOCKET_PATH_BYTES = 108  # sun_path of Linux, with the zero at its end
 _SOCKET_NAME = re.compile(r"rank_\d+\.(\d+)\.sock")
 _WORKER_ENV = (
@@ -77,6 +84,9 @@ _WORKER_ENV = (
     "TORCH_FR_BUFFER_SIZE",
     "TORCH_NCCL_TRACE_BUFFER_SIZE",
     "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC",
+    "TORCH_NCCL_ENABLE_MONITORING",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+    "TORCH_NCCL_BLOCKING_WAIT",
 )
 _ENDS = {"FINISHED": "finished", "ERRORED": "failed", "ABORTED": "failed"}
 
@@ -186,6 +196,66 @@ def _start_ticks() -> int | None:
         return None
 
 
+def suspend_polling(seconds: float, reason: str, run_id: str = "") -> bool:
+    """Ask rankwatch not to question NCCL for a while, because a communicator is about to be rebuilt.
+
+    One rank is enough: the one that begins first. Waits half a second at most for the store, and never
+    raises. It ends by itself, so a rank that dies in between blinds nobody for long.
+
+    Args:
+        seconds: How long, 600 at most; `resume_polling` ends it earlier.
+        reason: What people shall read.
+        run_id: Of the run, where this is called outside a training function of Ray Train.
+
+    Returns:
+        Whether rankwatch can know by now.
+    """
+    try:
+        for_s = min(max(0.0, float(seconds)), _MOST_SUSPENDED_S)
+        document = {"until": time.time() + for_s, "reason": str(reason)[:_REASON_CHARS]}
+    except Exception as error:  # noqa: BLE001  the promise of this file
+        logger.warning("rankwatch: polling is not suspended: %r", error)
+        return False
+    return _say_suspension(document, run_id)
+
+
+def resume_polling(run_id: str = "") -> bool:
+    """End `suspend_polling`. Call it on the same rank, when the communicator is there again.
+
+    Args:
+        run_id: As it was given to `suspend_polling`.
+
+    Returns:
+        Whether rankwatch can know by now.
+    """
+    return _say_suspension(None, run_id)
+
+
+def _say_suspension(document: dict[str, Any] | None, run_id: str) -> bool:
+    try:
+        mailbox = _process_mailbox()
+        mailbox.put(f"suspend:{run_id or _own_run_id()}", document)
+        return mailbox.flush(_SUSPEND_WAIT_S)
+    except Exception as error:  # noqa: BLE001  the promise of this file
+        logger.warning("rankwatch: polling is neither suspended nor resumed: %r", error)
+        return False
+
+
+def _own_run_id() -> str:
+    from ray.train.v2._internal.execution.context import get_train_context  # noqa: PLC0415  not public
+
+    return str(get_train_context().train_run_context.run_id)
+
+
+def _process_mailbox() -> Mailbox:
+    """The mailbox of this process, so that a resume never overtakes its suspend."""
+    keeper = sys.modules.setdefault("_rankwatch_worker", types.ModuleType("_rankwatch_worker"))
+    found: Mailbox | None = keeper.__dict__.get("mailbox")
+    if found is None:
+        found = keeper.__dict__.setdefault("mailbox", Mailbox(RayKv()))
+    return found
+
+
 # ---- the key-value store ------------------------------------------------------------------------------
 
 
@@ -205,6 +275,12 @@ class RayKv:
 
         internal_kv._internal_kv_put(key.encode(), value, True, namespace=NAMESPACE)  # noqa: SLF001
 
+    def delete(self, key: str) -> None:
+        """Remove a key if there is one."""
+        from ray.experimental import internal_kv  # noqa: PLC0415  see get
+
+        internal_kv._internal_kv_del(key.encode(), namespace=NAMESPACE)  # noqa: SLF001
+
 
 class Mailbox:
     """Reads and writes from one thread. What could not be written is tried again with the next read; of two
@@ -214,15 +290,15 @@ class Mailbox:
     def __init__(self, kv: Any) -> None:
         self._kv = kv
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._unsent: dict[str, bytes] = {}
+        self._unsent: dict[str, bytes | None] = {}
         self._lock = threading.Lock()
         self._reading: Future[bytes | None] | None = None
         threading.Thread(target=self._work, name="rankwatch", daemon=True).start()
 
-    def put(self, key: str, document: dict[str, Any]) -> None:
-        """Write soon; returns at once."""
+    def put(self, key: str, document: dict[str, Any] | None) -> None:
+        """Write soon, or delete where there is no document; returns at once."""
         with self._lock:
-            self._unsent[key] = json.dumps(document).encode()
+            self._unsent[key] = None if document is None else json.dumps(document).encode()
         self._jobs.put(self._send)
 
     def read(self, key: str) -> bytes | None:
@@ -246,11 +322,14 @@ class Mailbox:
             if self._reading.done():
                 self._reading = None
 
-    def flush(self) -> None:
-        """Give what was written two seconds to arrive: the process is about to end."""
-        arrived = threading.Event()
-        self._jobs.put(arrived.set)
-        arrived.wait(_FLUSH_S)
+    def flush(self, within_s: float = _FLUSH_S) -> bool:
+        """Give what was written some time to arrive; says whether all of it did."""
+        turn = threading.Event()
+        self._jobs.put(turn.set)
+        if not turn.wait(within_s):
+            return False
+        with self._lock:
+            return not self._unsent
 
     def _work(self) -> None:
         told = False
@@ -267,9 +346,12 @@ class Mailbox:
         with self._lock:
             unsent = list(self._unsent.items())
         for key, value in unsent:
-            self._kv.put(key, value)
+            if value is None:
+                self._kv.delete(key)
+            else:
+                self._kv.put(key, value)
             with self._lock:
-                if self._unsent.get(key) is value:
+                if key in self._unsent and self._unsent[key] is value:
                     del self._unsent[key]
 
     def _get(self, key: str, answer: Future[bytes | None]) -> None:
@@ -336,6 +418,7 @@ class RankwatchCallback(WorkerGroupCallback, ControllerCallback):  # type: ignor
             },
             "attempt_id": "",
             "attempt_index": -1,
+            "started_at": 0.0,
             "workers": [],
         }
         self._mailbox = Mailbox(self._kv or RayKv())
@@ -345,8 +428,11 @@ class RankwatchCallback(WorkerGroupCallback, ControllerCallback):  # type: ignor
         """A new attempt: its processes are there, its process group is not yet."""
         if self._said["attempt_id"]:
             self._past.add(self._said["attempt_id"])
+            if self._mailbox is not None:  # a rank that died while it rebuilt did not say that it is over
+                self._mailbox.put(f"suspend:{self._said['run_id']}", None)
         self._said["attempt_id"] = uuid.uuid4().hex
         self._said["attempt_index"] += 1
+        self._said["started_at"] = time.time()
         self._failing = None
         self._said["workers"] = [_worker(worker) for worker in worker_group.get_workers()]
         self._announce("starting")

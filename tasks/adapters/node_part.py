@@ -5,7 +5,7 @@ newer, that is sent by value or run as `python3 - '{"op": "identify", "pids": [1
 `handle` takes and returns plain data and never raises: an exception of ours could not be read back there.
 
 Sections: addresses of RAS, RAS over its socket, RAS through ncclras, child processes, processes, stacks,
-kill, the entry.
+two samples, Flight Recorder, kill, the entry.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -357,10 +358,10 @@ def _end_group(child: subprocess.Popen[bytes]) -> None:
             os.killpg(child.pid, signal.SIGKILL)
 
 
-def _in_parallel(jobs: Iterable[Callable[[], None]], until: float) -> None:
-    """Run jobs in daemon threads, as many at a time as there are CPUs; return when all are done or the time
-    is over. Reading /proc of a process that is stuck in the kernel may never return, so nothing is joined
-    without bound, and no thread keeps the interpreter alive.
+def _in_parallel(jobs: Iterable[Callable[[], None]], until: float, *, at_once: int = 0) -> None:
+    """Run jobs in daemon threads, as many at a time as there are CPUs, or `at_once`; return when all are done
+    or the time is over. Reading /proc of a process that is stuck in the kernel may never return, so nothing
+    is joined without bound, and no thread keeps the interpreter alive.
     """
     waiting: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
     for job in jobs:
@@ -371,7 +372,7 @@ def _in_parallel(jobs: Iterable[Callable[[], None]], until: float) -> None:
             while _left(until):
                 waiting.get_nowait()()
 
-    width = min(waiting.qsize(), len(os.sched_getaffinity(0)))
+    width = min(waiting.qsize(), at_once or len(os.sched_getaffinity(0)))
     threads = [threading.Thread(target=work, daemon=True) for _ in range(width)]
     for thread in threads:
         thread.start()
@@ -515,7 +516,7 @@ class _Dump:
         if not self.py_spy:
             self.hopeless = True
             self.failed.append("py-spy: not beside this Python and not in PATH; install py-spy on the nodes")
-        self.threads = self._read_threads()
+        self.threads = self.read_threads()
         for rung, flags, timeout_s in (
             ("native", ["--native"], min(self.native_s, _left(self.until) - _RESERVE_S)),
             ("python", [], _PLAIN_S),
@@ -531,8 +532,10 @@ class _Dump:
         else:
             self.failed.append(f"/proc/{self.pid}/task: nothing to read")
 
-    def _read_threads(self) -> list[Any]:
-        printed = self._dump(["--json"], _PLAIN_S) or self._dump(["--nonblocking", "--json"], _PLAIN_S)
+    def read_threads(
+        self, ways: Sequence[Sequence[str]] = ((), ("--nonblocking",)), timeout_s: float = _PLAIN_S
+    ) -> list[Any]:
+        printed = next(filter(None, (self._dump([*way, "--json"], timeout_s) for way in ways)), "")
         try:
             threads = json.loads(printed) if printed else []
         except ValueError as error:
@@ -634,6 +637,223 @@ def _proc_text(pid: int) -> str:
     return "\n".join(lines) + "\n" if lines else ""
 
 
+# ---- two samples --------------------------------------------------------------------------------------
+
+_AT_ONCE = 64  # the samples mostly wait for py-spy, and one that is stuck must not hold up the others
+_FIRST_WAY = 0.6  # of a sample's time: what is left is for the way that works without stopping the process
+_RECORDER_S = 2.0
+
+
+def _look_twice(request: dict[str, Any]) -> dict[str, Any]:
+    """What each process does: all are looked at side by side, then a pause, then all again. With a gap of 0
+    they are looked at once. Nothing is signalled, and what is stopped stays stopped.
+    """
+    began, deadline_s, gap_s = time.monotonic(), float(request["deadline_s"]), float(request["gap_s"])
+    until = began + deadline_s
+    stacks = bool(request.get("stacks", True))
+    py_spy = (request.get("py_spy") or _find_py_spy()) if stacks else ""
+    subjects = [
+        _Subject(int(one["pid"]), str(one.get("worker_server") or ""), py_spy, stacks=stacks)
+        for one in request["processes"]
+    ]
+    turns = 2 if gap_s > 0 else 1
+    each_s = max(0.0, deadline_s * 0.95 - gap_s) / turns
+    for turn in range(turns):
+        if turn:
+            time.sleep(min(gap_s, _left(until)))
+        end = min(until, time.monotonic() + each_s)
+        looks = [partial(subject.look, turn, end - each_s / 10) for subject in subjects]
+        _in_parallel(looks, end, at_once=_AT_ONCE)
+    return {"looks": {str(subject.pid): subject.answer(turns) for subject in subjects}}
+
+
+class _Subject:
+    """One process that is looked at. Its samples are filled in as facts arrive, so that what is late is cut
+    and not lost.
+    """
+
+    def __init__(self, pid: int, worker_server: str, py_spy: str, *, stacks: bool) -> None:
+        self.pid = pid
+        self.worker_server = worker_server
+        self.py_spy = py_spy
+        self.stacks = stacks
+        self.start_ticks = 0
+        self.samples: list[dict[str, Any] | None] = [None, None]
+        self.finished = [False, False]
+        self.failed: list[str] = []
+
+    def look(self, turn: int, until: float) -> None:
+        """Take sample number `turn`."""
+        if turn and not self.finished[0]:
+            return  # the first is still stuck in there
+        try:
+            self._take(turn, until)
+        except Exception as error:  # noqa: BLE001  one process must not cost the others their samples
+            self._fail(f"internal: {error!r}")
+        self.finished[turn] = True
+
+    def answer(self, turns: int) -> dict[str, Any]:
+        taken = [dict(sample) for sample in self.samples if sample is not None]
+        words = ("first", "second")[:turns]
+        cut = [f"cut: the {word} sample did not end in time" for word in words if not self._ended(word)]
+        return {
+            "start_ticks": self.start_ticks,
+            "state": taken[-1]["state"] if taken else "",
+            "samples": taken,
+            "ticks_per_s": os.sysconf("SC_CLK_TCK"),
+            "failed": [*self.failed, *cut],
+        }
+
+    def _ended(self, word: str) -> bool:
+        return self.finished[0 if word == "first" else 1]
+
+    def _fail(self, reason: str) -> None:
+        if reason not in self.failed:  # both samples fail alike
+            self.failed.append(reason)
+
+    def _take(self, turn: int, until: float) -> None:
+        seen = _look(self.pid)
+        gone = f"process {self.pid} {'has ended (zombie)' if seen.state == 'Z' else 'is gone'}"
+        if seen.start_ticks and self.start_ticks and seen.start_ticks != self.start_ticks:
+            seen, gone = _NOBODY, f"pid {self.pid} became another process"
+        self.start_ticks = self.start_ticks or seen.start_ticks
+        sample: dict[str, Any] = {
+            "state": seen.state,
+            "at_s": time.monotonic(),
+            **_used(self.pid, alive=not seen.ended),
+            "threads": [],
+            "flight_recorder": None,
+        }
+        self.samples[turn] = sample
+        if seen.ended:
+            self._fail(gone)
+        elif self.stacks:
+            sample["threads"] = self._threads(sample, until)
+            sample["flight_recorder"] = self._recorder(seen, until)
+
+    def _threads(self, sample: dict[str, Any], until: float) -> list[Any]:
+        """Stacks without native frames: 0.1 s, and the process stands still for some milliseconds of it."""
+        if not self.py_spy:
+            self._fail("py-spy: not beside this Python and not in PATH; install py-spy on the nodes")
+            return []
+        in_kernel = "D" in sample["threads_state"].values()
+        # A thread in the kernel does not stop for ptrace before it is out again.
+        ways = (("--nonblocking",),) if in_kernel else ((), ("--nonblocking",))
+        dump = _Dump(self.pid, self.py_spy, 0.0, until)
+        threads = dump.read_threads(ways, _left(until) * _FIRST_WAY)
+        for reason in dump.failed:
+            self._fail(reason)
+        return threads
+
+    def _recorder(self, seen: _Seen, until: float) -> dict[str, Any] | None:
+        if not self.worker_server:
+            return None
+        if seen.stopped:
+            self._fail("Flight Recorder: the process is stopped, so not asked")
+            return None
+        try:
+            return {"groups": _recorded(self.worker_server, min(until, time.monotonic() + _RECORDER_S))}
+        except (_Failure, OSError, ValueError) as error:
+            reason = error.detail if isinstance(error, _Failure) else str(error)
+            self._fail(f"Flight Recorder: {reason}")
+            return None
+
+
+def _used(pid: int, *, alive: bool) -> dict[str, Any]:
+    """CPU and bytes that a process has used since it began, and what its threads do. Pages that are mapped
+    come in without a call to read, so what the storage layer moved is told as well.
+    """
+    threads = {folder.name: _stat(folder) for folder in _task_folders(pid)} if alive else {}
+    there = {name: stat for name, stat in threads.items() if stat}
+    own = _stat(Path(f"/proc/{pid}")) if alive else []
+    lines = (line.partition(": ") for line in _text_of(Path(f"/proc/{pid}/io")).splitlines())
+    io = {name: int(count) for name, _, count in lines if count.isdigit()} if alive else {}
+    return {
+        "cpu_ticks": _cpu_ticks(own) if own else None,
+        "io_bytes": io["rchar"] + io["wchar"] if "rchar" in io else None,
+        "storage_bytes": io["read_bytes"] + io["write_bytes"] if "read_bytes" in io else None,
+        "threads_cpu_ticks": {name: _cpu_ticks(stat) for name, stat in there.items()},
+        "threads_state": {name: stat[0] for name, stat in there.items()},
+    }
+
+
+def _task_folders(pid: int) -> list[Path]:
+    try:
+        return list(Path(f"/proc/{pid}/task").iterdir())
+    except OSError:
+        return []
+
+
+def _stat(folder: Path) -> list[str]:
+    """Fields of a stat file from the state on; empty where the thread has ended."""
+    return _text_of(folder / "stat").rpartition(")")[2].split()
+
+
+def _cpu_ticks(stat: list[str]) -> int:
+    return int(stat[11]) + int(stat[12])  # user and system
+
+
+# ---- Flight Recorder ----------------------------------------------------------------------------------
+
+# Two recorders: what NCCL does is not in the one that gloo writes to, and a build without CUDA has only that.
+_RECORDERS = (("nccl ", "dump_nccl_trace_json?includecollectives=false"), ("", "fr_trace_json"))
+_OK = 200
+
+
+def _recorded(worker_server: str, until: float) -> list[dict[str, Any]]:
+    """Sequence numbers of the last collective of each process group: enqueued, and completed.
+
+    Raises:
+        _Failure: the worker server has no recorder, or does not answer in time.
+        OSError: it cannot be reached.
+        ValueError: it answers something else.
+    """
+    groups: list[dict[str, Any]] = []
+    refusals = []
+    for prefix, handler in _RECORDERS:
+        code, body = _post(worker_server, handler, until)
+        if code == _OK:
+            groups += _groups_of(prefix, json.loads(body))
+        else:
+            refusals.append(f"{handler.partition('?')[0]} {code}")
+    if len(refusals) == len(_RECORDERS):
+        raise _Failure("malformed", f"the worker server refuses it ({', '.join(refusals)})")
+    return groups
+
+
+def _post(worker_server: str, handler: str, until: float) -> tuple[int, bytes]:
+    """Ask torch's worker server over its unix socket; a slow peer costs no more than the time there is."""
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.settimeout(max(0.01, _left(until)))
+        sock.connect(worker_server)
+        sock.sendall(f"POST /handler/{handler} HTTP/1.0\r\nContent-Length: 0\r\n\r\n".encode())
+        chunks: list[bytes] = []
+        while True:
+            chunk = _receive(sock, until)
+            if chunk is None:
+                raise _Failure("no_answer", "the worker server does not answer in time")
+            if not chunk:
+                break
+            chunks.append(chunk)
+    head, _, body = b"".join(chunks).partition(b"\r\n\r\n")
+    words = head.split(maxsplit=2)
+    if len(words) < 2 or not words[1].isdigit():  # noqa: PLR2004  protocol and status
+        raise _Failure("malformed", f"the worker server answers {head[:60]!r}")
+    return int(words[1]), body
+
+
+def _groups_of(prefix: str, dump: Any) -> list[dict[str, Any]]:
+    """The numbers are numbers in some versions and text in others."""
+    if not isinstance(dump, dict):
+        raise ValueError(f"the worker server sent {type(dump).__name__} for a dump")  # noqa: TRY004  as json does
+    groups = []
+    for group, status in (dump.get("pg_status") or {}).items():
+        with contextlib.suppress(KeyError, TypeError, ValueError):
+            enqueued, completed = status["last_enqueued_collective"], status["last_completed_collective"]
+            groups.append({"group": prefix + group, "enqueued": int(enqueued), "completed": int(completed)})
+    return groups
+
+
 # ---- kill ---------------------------------------------------------------------------------------------
 
 
@@ -732,6 +952,7 @@ _OPERATIONS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "ras_status": _ras_status,
     "identify": _identify,
     "dump_stacks": _dump_stacks,
+    "look": _look_twice,
     "kill": _kill,
 }
 
@@ -740,7 +961,7 @@ def handle(request: dict[str, Any]) -> dict[str, Any]:
     """Do one operation. Never raises: the caller is on another machine.
 
     Args:
-        request: `op` (ras_status, identify, dump_stacks or kill) and its fields.
+        request: `op` (ras_status, identify, dump_stacks, look or kill) and its fields.
 
     Returns:
         `ok` True and the fields of the result; or `ok` False, `code` (that of a RasError, bad_request or

@@ -25,11 +25,18 @@ class NodePort(Protocol):
 class RasSource(Protocol):
     """Where reports come from."""
 
-    def status(self, attempt: Attempt) -> bytes:
-        """One report, raw JSON as received.
+    def status(self, attempt: Attempt) -> tuple[bytes, ...]:
+        """The reports of one moment, raw JSON as received: one for each separate mesh of the job, so usually
+        one, and at least one.
 
         Raises:
             RasError: there is none; the leaf says why.
+        """
+        ...
+
+    def visible(self, attempt: Attempt) -> tuple[int, int] | None:
+        """How many of the attempt's ranks the last reports showed, and of how many; None where that is not
+        known, or no communicator exists yet. Asks nobody.
         """
         ...
 

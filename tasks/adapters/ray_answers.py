@@ -164,7 +164,11 @@ class AnnouncedWorker(Struct, frozen=True, kw_only=True):
 
 
 class Announcement(Struct, frozen=True, kw_only=True):
-    """What the in-job part publishes at each start and end of a worker group."""
+    """What the in-job part publishes at each start and end of a worker group.
+
+    `started_at` is when the worker group started (unix seconds, of the controller's clock). `backend` and
+    `process_group_timeout_s` are those of torch's process group, as far as Ray Train sets it up.
+    """
 
     protocol: int
     run_id: str
@@ -174,7 +178,10 @@ class Announcement(Struct, frozen=True, kw_only=True):
     attempt_id: str = ""
     attempt_index: int = 0
     announced_at: datetime = datetime.fromtimestamp(0, UTC)
+    started_at: float = 0.0
     storage_path: str = ""
+    backend: str = ""
+    process_group_timeout_s: float | None = None
     controller: Controller = Controller()
     workers: tuple[AnnouncedWorker, ...] = ()
 
@@ -189,6 +196,13 @@ class Announcement(Struct, frozen=True, kw_only=True):
         """The environment of the lowest rank, as far as it concerns us."""
         first = min(self.workers, key=lambda worker: worker.world_rank, default=None)
         return env_of({"env_vars": first.env}) if first else {}
+
+
+class Suspension(Struct, frozen=True):
+    """What the training says while it rebuilds a communicator: not to be polled `until` (unix seconds)."""
+
+    until: float = 0.0
+    reason: str = ""
 
 
 class LogIdentity(Struct, frozen=True, kw_only=True):
@@ -245,6 +259,14 @@ def parse_announcement(content: bytes) -> Announcement | None:
     except ClusterError:
         return None
     return found if found.protocol == PROTOCOL else None
+
+
+def parse_suspension(content: bytes | None) -> Suspension:
+    """Read a suspension; none at all where it is absent or cannot be read."""
+    try:
+        return parse(content, Suspension, "The suspension") if content else Suspension()
+    except ClusterError:
+        return Suspension()
 
 
 def parse_log(text: str) -> LogIdentity | None:

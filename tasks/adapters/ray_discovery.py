@@ -24,6 +24,7 @@ from tasks.adapters.ray_answers import (
     env_of,
     parse_announcement,
     parse_log,
+    parse_suspension,
 )
 from tasks.adapters.ray_ranks import (
     Found,
@@ -121,6 +122,7 @@ class RayRunDirectory:
         # attempt. The name that the in-job part gives is never replaced, since it checks verdicts by it.
         if before is not None and not attempt.has_callback and has_same_processes(before, attempt):
             attempt = replace(attempt, attempt_id=before.attempt_id)
+        attempt = self._with_suspension(attempt)
         self._found[run_name] = attempt
         self._environments[run_name] = self._environment_of(found)
         return attempt
@@ -196,6 +198,17 @@ class RayRunDirectory:
                 raise
             return None
         return max(found, key=lambda said: said.since_s, default=None)
+
+    def _with_suspension(self, attempt: Attempt) -> Attempt:
+        """Add what the training says of not being polled; a store that fails says nothing."""
+        key = f"suspend:{attempt.run_id}"
+        try:
+            if self._kv is None or not attempt.run_id or key not in self._kv.keys(key):
+                return attempt
+            said = parse_suspension(self._kv.get(key))
+        except ClusterError:
+            return attempt
+        return replace(attempt, suspended_until=said.until, suspended_reason=said.reason)
 
     def _read(self, kv: KeyValues, key: str, name: str) -> Announcement | None:
         """An announcement of the run. Those of other runs are read once: a run never changes its name."""

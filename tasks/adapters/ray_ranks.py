@@ -18,6 +18,7 @@ from tasks.hang.run import Attempt, Node, Rank, RunStatus
 _ENDS: dict[str, RunStatus] = {"FINISHED": "finished", "ERRORED": "failed", "ABORTED": "failed"}
 _BETWEEN = ("RESTARTING", "RESIZING")
 _ALIVE = ("INITIALIZING", "SCHEDULING", "RUNNING", *_BETWEEN)
+_NO = ("0", "n", "no", "f", "false")  # what torch reads as false
 
 
 class Found(Struct, frozen=True, kw_only=True):
@@ -39,6 +40,7 @@ class Seat(Struct, frozen=True):
 def of_announcement(said: Announcement, status: RunStatus, submission_id: str) -> Found:
     """The attempt of an announcement, whose status its caller has checked."""
     workers = sorted(said.workers, key=lambda worker: worker.world_rank)
+    watchdog_s, watchdog_source = watchdog_of(said)
     attempt = Attempt(
         run_name=said.run_name,
         run_id=said.run_id,
@@ -50,6 +52,9 @@ def of_announcement(said: Announcement, status: RunStatus, submission_id: str) -
         submission_id=submission_id,
         has_callback=True,
         storage_path=said.storage_path,
+        started_at=said.started_at,
+        watchdog_s=watchdog_s,
+        watchdog_source=watchdog_source,
     )
     return Found(attempt=attempt, env=said.env, since_s=said.since_s)
 
@@ -68,6 +73,7 @@ def of_run(run: TrainRun) -> Found:
         job_id=run.job_id,
         submission_id=run.job_details.submission_id,
         storage_path=run.storage_path,
+        started_at=newest.start_time_ns / 1e9 if newest else 0.0,
     )
     return Found(attempt=attempt, env=run.env, since_s=run.start_time_ns / 1e9)
 
@@ -121,6 +127,41 @@ def announced_status(said: Announcement) -> RunStatus:
             return "restarting"
         case _:
             return "unknown"
+
+
+def watchdog_of(said: Announcement) -> tuple[float | None, str]:
+    """The earliest of torch's watchdogs that ends a stalled attempt by itself.
+
+    Gloo's collectives end with the timeout of their process group whatever NCCL's variables say. NCCL's do
+    only where errors are handled; and its heartbeat monitor may end a process whose watchdog is stuck.
+
+    Returns:
+        Seconds after a collective stalls, and which one in words; None and empty where none is known.
+    """
+    env = said.env
+    is_gloo = said.backend == "gloo"
+    ladder: list[tuple[float, str]] = []
+    timeout_s = said.process_group_timeout_s
+    handled = (
+        env.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "").strip() != "0"
+        or env.get("TORCH_NCCL_BLOCKING_WAIT", "0").strip().lower() not in _NO
+    )
+    if timeout_s is not None and timeout_s > 0 and (is_gloo or handled):
+        backend = said.backend or "default"
+        ladder.append((timeout_s, f"the timeout of the process group ({backend} backend, {timeout_s:g} s)"))
+    heartbeat_s = _seconds(env.get("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", ""))
+    monitored = env.get("TORCH_NCCL_ENABLE_MONITORING", "1").strip().lower() not in _NO
+    if heartbeat_s is not None and monitored and not is_gloo:
+        ladder.append((heartbeat_s, f"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC ({heartbeat_s:g} s)"))
+    return min(ladder, default=(None, ""))
+
+
+def _seconds(text: str) -> float | None:
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if 0 < value < float("inf") else None
 
 
 def is_same_run(attempt: Attempt, past: Attempt) -> bool:

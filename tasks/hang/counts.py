@@ -5,7 +5,7 @@ a collective that only one rank ever launched is a mismatch too.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 FUNCTIONS = ("Broadcast", "Reduce", "AllGather", "ReduceScatter", "AllReduce")
 
@@ -56,3 +56,16 @@ def sides(ranks: Mapping[int, Counts]) -> tuple[tuple[int, ...], tuple[int, ...]
     ahead = {rank for rank, counts in ranks.items() if any(launches(counts, f) > least[f] for f in functions)}
     lagging = behind - ahead or set(minority(ranks))
     return tuple(sorted(lagging)), tuple(sorted(set(ranks) - lagging))
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Write numbers as people do: `0-6, 8`."""
+    parts: list[str] = []
+    ordered = sorted(set(numbers))
+    start = 0
+    for i, number in enumerate(ordered):
+        if i + 1 == len(ordered) or ordered[i + 1] != number + 1:
+            first = ordered[start]
+            parts.append(str(first) if first == number else f"{first}-{number}")
+            start = i + 1
+    return ", ".join(parts)

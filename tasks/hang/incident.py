@@ -5,11 +5,13 @@ members: one stuck tensor-parallel group that stalls four others is one incident
 """
 
 import hashlib
+from collections.abc import Mapping
 from datetime import UTC, datetime
-from typing import Literal
+from typing import Any, Literal
 
 from msgspec import Struct
 
+from tasks.hang.states import Freeze
 from tasks.hang.window import Window
 
 Phase = Literal["confirmed", "diagnosed", "decided", "acted", "closed"]
@@ -22,7 +24,8 @@ class Incident(Struct, frozen=True, kw_only=True):
     Args:
         incident_id: 12 hexadecimal digits, the same for everyone who saw the same freeze.
         opened_at: When a report first showed the counts that did not move any more (UTC).
-        members: Keys of the communicators that stand still, those that did so first in front.
+        members: Keys of the communicators that stand still: hangs in front, those whose ranks are apart
+            before those that may only wait for them, and of these the ones that stopped first.
     """
 
     incident_id: str
@@ -40,14 +43,14 @@ class Incident(Struct, frozen=True, kw_only=True):
 def incident_of(run_name: str, window: Window) -> Incident | None:
     """The incident that a window holds, None where nothing is confirmed.
 
-    Its moment is that of the earliest confirmed freeze, so a communicator that is confirmed later joins the
-    incident instead of opening another one.
+    Its moment is that of the earliest freeze among the first that were confirmed, so a communicator that is
+    confirmed later joins the incident instead of opening another one.
     """
     confirmed = window.confirmed
     if not confirmed:
         return None
-    opened_at = min(freeze.since for freeze in confirmed.values())
-    stalled = sorted(window.stalled.items(), key=lambda item: (item[1].since, item[1].size, item[0]))
+    opened_at = window.opened_at or min(freeze.stalled_since for freeze in confirmed.values())
+    stalled = sorted(window.stalled.items(), key=lambda item: _order(item[0], item[1], confirmed))
     text = f"{run_name}\n{window.attempt_id}\n{opened_at.astimezone(UTC).isoformat()}"
     return Incident(
         incident_id=hashlib.sha256(text.encode()).hexdigest()[:12],
@@ -56,6 +59,10 @@ def incident_of(run_name: str, window: Window) -> Incident | None:
         opened_at=opened_at,
         members=tuple(key for key, _ in stalled),
     )
+
+
+def _order(key: str, freeze: Freeze, confirmed: Mapping[str, Freeze]) -> tuple[Any, ...]:
+    return key not in confirmed, freeze.kind == "symmetric", freeze.stalled_since, freeze.size, key
 
 
 def manual_folder(at: datetime) -> str:

@@ -37,5 +37,6 @@ def decide(verdict: Verdict, action: Action, now: Attempt | None, *, still_froze
     if not still_frozen:
         return Decision("leave", "The run moves again since the evidence was captured.")
     if action == "observe":
-        return Decision("observe", "Action is observe: everything is captured, nothing is touched.")
+        why = f"Action for {verdict.kind} is observe: everything is captured, nothing is touched."
+        return Decision("observe", why)
     return Decision("fail", f"Action is fail and the hang is confirmed: {verdict.headline}")

@@ -50,6 +50,11 @@ class Attempt(Struct, frozen=True, kw_only=True, dict=True):
     (`attempt_id_of`); it is empty while the run has not started any. `announced_by` says who told us:
     rankwatch_job, dashboard or state_api. `storage_path` is where the run keeps its checkpoints, empty
     where nobody said.
+
+    `started_at` is when the worker group started (unix seconds, 0.0 where unknown). `watchdog_s` is how long
+    after a collective stalls the earliest watchdog of torch kills the attempt by itself, None where none is
+    known; `watchdog_source` says in words which one. `suspended_until` (unix seconds) is until when the
+    training asks not to be polled, and `suspended_reason` why.
     """
 
     run_name: str
@@ -62,6 +67,11 @@ class Attempt(Struct, frozen=True, kw_only=True, dict=True):
     submission_id: str = ""
     has_callback: bool = False
     storage_path: str = ""
+    started_at: float = 0.0
+    watchdog_s: float | None = None
+    watchdog_source: str = ""
+    suspended_until: float = 0.0
+    suspended_reason: str = ""
 
     def rank_of(self, host: str, pid: int) -> Rank | None:
         """The world rank behind a process that RAS names, None where it is not one of ours.

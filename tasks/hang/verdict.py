@@ -6,17 +6,17 @@ elsewhere: both are said, unless the stacks decide.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from msgspec import Struct
 
-from tasks.hang.counts import launches, skewed
+from tasks.hang.counts import Counts, launches, ranges, skewed
 from tasks.hang.incident import Incident
 from tasks.hang.report import Communicator, MissingRank, RankState
 from tasks.hang.run import Attempt
 from tasks.hang.stacks import Position
-from tasks.hang.window import Freeze
+from tasks.hang.states import Freeze
 
 Confidence = Literal["high", "medium", "low"]
 
@@ -98,16 +98,14 @@ def judge(
     suspects = tuple(standing for standing in standings if standing.rank in ranks)
     waiting = sorted(world for world, position in positions.items() if position.in_collective)
     unread = [rank.world_rank for rank in attempt.ranks if rank.world_rank not in positions]
-    names = ", ".join(suspect.name for suspect in suspects)
-    where = suspects[0].where if len(suspects) == 1 else "; ".join(s.where for s in suspects[:3])
     return Verdict(
         incident_id=incident.incident_id,
         attempt_id=incident.attempt_id,
         kind=freeze.kind,
         communicator=key,
         functions=functions,
-        headline=f"{names[0].upper()}{names[1:]} {'stands' if len(suspects) == 1 else 'stand'} in {where}.",
-        reason=f"{story} {_waiting_text(waiting, functions, freeze)}",
+        headline=_headline(freeze, key, suspects, waiting),
+        reason=f"{story} {_waiting_text(waiting, functions, freeze)}".strip(),
         suspects=suspects,
         waiting=tuple(waiting),
         confidence=confidence,
@@ -116,17 +114,14 @@ def judge(
     )
 
 
-def ranges(numbers: list[int] | tuple[int, ...]) -> str:
-    """Write numbers as people do: `0-6, 8`."""
-    parts: list[str] = []
-    ordered = sorted(set(numbers))
-    start = 0
-    for i, number in enumerate(ordered):
-        if i + 1 == len(ordered) or ordered[i + 1] != number + 1:
-            first = ordered[start]
-            parts.append(str(first) if first == number else f"{first}-{number}")
-            start = i + 1
-    return ", ".join(parts)
+def _headline(freeze: Freeze, key: str, suspects: Sequence[Standing], waiting: Sequence[int]) -> str:
+    if not suspects:
+        stand = f"{len(waiting)} of them wait in a collective" if waiting else "where they stand is not known"
+        return f"The {freeze.size} ranks of communicator {key} stand still ({freeze.kind}); {stand}."
+    names = ", ".join(suspect.name for suspect in suspects)
+    where = suspects[0].where if len(suspects) == 1 else "; ".join(s.where for s in suspects[:3])
+    verb = "stands" if len(suspects) == 1 else "stand"
+    return f"{names[0].upper()}{names[1:]} {verb} in {where}."
 
 
 def _suspects(
@@ -136,8 +131,55 @@ def _suspects(
 
     `places` tells where a communicator rank stands, as far as that is known.
     """
-    behind, ahead = freeze.lagging, freeze.leading
     elsewhere = tuple(rank for rank, place in places.items() if not place.in_collective)
+    match freeze.kind:
+        case "unresponsive":
+            return _silent(freeze, key)
+        case "init":
+            return _starting(freeze, key)
+        case "symmetric":
+            return _alike(key, places, elsewhere)
+        case "mismatch":
+            return _apart(freeze, key, elsewhere)
+
+
+def _silent(freeze: Freeze, key: str) -> tuple[tuple[int, ...], Confidence, str]:
+    story = f"It does not answer RAS, and nobody else of communicator {key} moves"
+    if freeze.testimony is None or freeze.testimony.finding != "stuck":
+        return freeze.silent, "medium", f"{story}."
+    return freeze.silent, "high", f"{story}; {freeze.testimony.reason}."
+
+
+def _starting(freeze: Freeze, key: str) -> tuple[tuple[int, ...], Confidence, str]:
+    story = f"The creation of communicator {key} does not end"
+    if not freeze.leading:
+        return (), "low", f"{story}: all ranks that RAS shows are still in it."
+    return (
+        freeze.lagging,
+        "medium",
+        f"{story}: {freeze.remark}, the {len(freeze.leading)} others are through.",
+    )
+
+
+def _alike(
+    key: str, places: Mapping[int, Position], elsewhere: tuple[int, ...]
+) -> tuple[tuple[int, ...], Confidence, str]:
+    """Launch counts blame nobody: the stacks do, or nobody can be named."""
+    story = f"All ranks of communicator {key} launched the same and none of them moves"
+    inside = len(places) - len(elsewhere)
+    if inside and elsewhere and len(elsewhere) < inside:
+        return elsewhere, "medium", f"{story}; only these do not wait in a collective."
+    if inside and not elsewhere:
+        return (
+            (),
+            "medium",
+            f"{story}: all wait in the collective that they entered, so network, driver or kernel.",
+        )
+    return (), "low", f"{story}."
+
+
+def _apart(freeze: Freeze, key: str, elsewhere: tuple[int, ...]) -> tuple[tuple[int, ...], Confidence, str]:
+    behind, ahead = freeze.lagging, freeze.leading
     function = skewed(freeze.counts)[0]
     if len(behind) <= len(ahead):
         story = f"It launched fewer {function} than the {len(ahead)} others of communicator {key}."
@@ -157,17 +199,16 @@ def _suspects(
 def _standings(
     freeze: Freeze, communicator: Communicator, attempt: Attempt, positions: Mapping[int, Position]
 ) -> tuple[Standing, ...]:
-    """Every rank of the communicator that ever showed its counts, in order."""
+    """Every rank of the communicator that a report showed, in order."""
     functions = skewed(freeze.counts)
-    common = Counter(freeze.counts.values()).most_common(1)[0][0]
+    common = Counter(freeze.counts.values()).most_common(1)[0][0] if freeze.counts else ()
     everyone: tuple[RankState | MissingRank, ...] = (*communicator.ranks, *communicator.missing)
     members = {member.rank: member for member in everyone}
     standings: list[Standing] = []
-    for rank, counts in sorted(freeze.counts.items()):
-        member = members.get(rank)
+    for rank in sorted(members.keys() | freeze.counts.keys()):
+        member, counts = members.get(rank), freeze.counts.get(rank)
         known = attempt.rank_of(member.host, member.pid) if member else None
         place = positions.get(known.world_rank) if known else None
-        launched = [f"{f} {launches(counts, f)} (most ranks: {launches(common, f)})" for f in functions]
         standings.append(
             Standing(
                 world_rank=known.world_rank if known else None,
@@ -177,14 +218,25 @@ def _standings(
                 pid=member.pid if member else -1,
                 node_id=known.node.node_id if known else "",
                 where=str(place) if place else "an unknown place (its stack could not be read)",
-                why="launched " + ", ".join(launched),
+                why=_why(counts, common, functions),
             )
         )
     return tuple(standings)
 
 
-def _waiting_text(waiting: list[int], functions: tuple[str, ...], freeze: Freeze) -> str:
+def _why(counts: Counts | None, common: Counts, functions: tuple[str, ...]) -> str:
+    if counts is None:
+        return "did not answer RAS, so its launches are not known"
+    if not functions:
+        return "launched as many as the others"
+    launched = [f"{f} {launches(counts, f)} (most ranks: {launches(common, f)})" for f in functions]
+    return "launched " + ", ".join(launched)
+
+
+def _waiting_text(waiting: Sequence[int], functions: tuple[str, ...], freeze: Freeze) -> str:
     if not waiting:
-        return f"The other {freeze.size - len(freeze.lagging)} ranks launched nothing since."
+        others = freeze.size - len(freeze.lagging)
+        return f"The other {others} ranks launched nothing since." if freeze.kind == "mismatch" else ""
     plural = "rank waits" if len(waiting) == 1 else "ranks wait"
-    return f"{len(waiting)} {plural} in {functions[-1]} (world ranks {ranges(waiting)})."
+    inside = functions[-1] if functions else "a collective"
+    return f"{len(waiting)} {plural} in {inside} (world ranks {ranges(waiting)})."

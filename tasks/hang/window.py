@@ -1,109 +1,90 @@
 """When is it a hang?
 
-`advance(window, observation, policy) -> (window, events)` is called once for each poll. Each communicator
-is in one of four states:
+`advance(window, observation, policy) -> (window, events)` is called once for each poll, and once for each
+answer of a witness. A communicator is in one of six states:
 
-    Progressing --same counts twice, ranks disagree--> Frozen --suspect_after_s--> Suspected
-         ^                                               |                            |
-         |                                               |                     confirm_duration_s
-         +-------- any rank launched anything -----------+----------------------------v
-                   (a `recovered` event if it had been suspected)                 Confirmed
+    Progressing --same record twice--> Frozen --suspect_after_s--> Suspected --confirm time--> Confirmed
+         ^                               |                          |    ^                        |
+         |                               |       members go on elsewhere |                        |
+         |                               |                          v    |                        |
+         |                               +----------------------->  Idle                          |
+         +-------- any rank launched anything (`recovered` if it had been told of) ---------------+
+
+    Aside: neither healthy nor hung (never launched anything that is counted; or its ranks are leaving)
 
 A freeze is timed from the first report that showed its counts, so failed polls and longer intervals do not
-stretch it. It is confirmed only while every rank that answers is running and none of them launched
-anything: the counts of each rank are kept, and a rank is compared with the last report that showed it, so
-one that comes and goes is neither progress nor a new freeze.
+stretch it. The counts of each rank are kept, and a rank is compared with the last report that showed it, so
+one that comes and goes is neither progress nor a new freeze. The kinds of freeze, and what each needs to be
+confirmed, are in the table of `verdict_of`.
+
+Where counts alone cannot decide, `Window.questions` says which ranks somebody should look at; the answer is
+the next observation (`Witness`). A stall that recovered is remembered: the communicator's confirm time grows
+with the longest one.
 
 The whole run may be blind: after `blind_after_polls` polls without a report, or at once where asking again
 cannot help. One failed poll is neither progress nor freeze.
 """
 
-from collections.abc import Iterable, Mapping
-from datetime import datetime
-from typing import Literal
+from collections.abc import Collection, Iterable, Mapping
+from datetime import datetime, timedelta
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from tasks.hang.counts import Counts, sides
+from tasks.hang.counts import Counts
+from tasks.hang.escalation import escalated, is_same, learned, released, testify
+from tasks.hang.looking import Poll, Seen, idle_until, look, moves_elsewhere, restarted
 from tasks.hang.policy import HangPolicy
-from tasks.hang.report import Communicator, RasReport, Record
-
-FreezeKind = Literal["mismatch"]
-EventKind = Literal["suspected", "still_suspected", "confirmed", "recovered", "blind", "sighted"]
-
-
-class Freeze(Struct, frozen=True, kw_only=True):
-    """Counts that do not move.
-
-    Args:
-        since: When a report first showed these counts.
-        polls: Reports that showed them again since then.
-        digest: Of the last record; the same digest proves that nothing moved.
-        counts: Launches of each communicator rank, from the last report that showed it.
-        missing: Communicator ranks that the last report did not show.
-    """
-
-    kind: FreezeKind
-    since: datetime
-    polls: int
-    digest: str
-    size: int
-    counts: dict[int, Counts]
-    lagging: tuple[int, ...]
-    leading: tuple[int, ...]
-    missing: tuple[int, ...]
-
-
-class Progressing(Struct, frozen=True, tag="progressing"):
-    """The last record of a communicator whose ranks agree or move, and when it was first seen like that."""
-
-    digest: str
-    since: datetime
-    size: int
-    missing: int = 0
-
-
-class Frozen(Struct, frozen=True, tag="frozen"):
-    """Ranks disagree and nobody moves, for less than the suspect time."""
-
-    freeze: Freeze
-
-
-class Suspected(Struct, frozen=True, tag="suspected"):
-    """Frozen for the suspect time; `told_at` is when that was last said."""
-
-    freeze: Freeze
-    told_at: datetime
-
-
-class Confirmed(Struct, frozen=True, tag="confirmed"):
-    """Frozen for the confirm time: a hang."""
-
-    freeze: Freeze
-    confirmed_at: datetime
-
-
-State = Progressing | Frozen | Suspected | Confirmed
-
-
-class Blind(Struct, frozen=True):
-    """Nothing is known about the run. `permanent`: asking again in this attempt cannot help."""
-
-    since: datetime
-    reason: str
-    permanent: bool
+from tasks.hang.states import (
+    Aside,
+    Blank,
+    Blind,
+    Confirmed,
+    Event,
+    Freeze,
+    Frozen,
+    Idle,
+    Observation,
+    Process,
+    Progressing,
+    Sighting,
+    State,
+    Stopped,
+    Suspected,
+    seconds,
+)
+from tasks.hang.witness import Question, Witness
 
 
 class Window(Struct, frozen=True, kw_only=True):
-    """All that is remembered between two polls of one attempt of a run."""
+    """All that is remembered between two polls of one attempt of a run.
+
+    Args:
+        envelopes: The longest stall of a communicator that recovered, in seconds; short ones are left out.
+        visible: (ranks of the run that the last report shows, ranks of the run); None where nobody compared.
+        nccl_version: Of the last report.
+        entries: Rank entries of the last report.
+        elsewhere: Counts of the communicators that move, kept while a mismatch lasts.
+        active: When a process of a mismatch was last seen launching in another communicator.
+        opened_at: The moment of the first freeze among the hangs, from the first confirmation on. It names
+            the incident, so a communicator that is confirmed later does not change it.
+        partial: Whether it comes from the memory of an earlier process, which leaves out what moves.
+    """
 
     attempt_id: str
     communicators: dict[str, State] = {}
+    envelopes: dict[str, float] = {}
     blind: Blind | None = None
     failed_polls: int = 0
     failing_since: datetime | None = None
     last_report_at: datetime | None = None
+    visible: tuple[int, int] | None = None
+    nccl_version: str = ""
+    entries: int = 0
+    elsewhere: dict[str, dict[int, Counts]] = {}
+    active: dict[Process, datetime] = {}
+    opened_at: datetime | None = None
+    partial: bool = False
 
     @property
     def confirmed(self) -> dict[str, Freeze]:
@@ -114,57 +95,36 @@ class Window(Struct, frozen=True, kw_only=True):
 
     @property
     def stalled(self) -> dict[str, Freeze]:
-        """All freezes, from the first repeated report on."""
+        """All freezes, from the first repeated report on, but for those whose ranks go on elsewhere."""
         return {
             key: state.freeze
             for key, state in self.communicators.items()
-            if not isinstance(state, Progressing)
+            if isinstance(state, Frozen | Suspected | Confirmed)
         }
 
+    @property
+    def questions(self) -> tuple[Question, ...]:
+        """What somebody should look at now, until a Witness answers."""
+        return tuple(
+            Question(communicator=key, ranks=state.freeze.asked, stacks=state.freeze.kind != "unresponsive")
+            for key, state in self.communicators.items()
+            if isinstance(state, Frozen | Suspected | Idle)
+            and state.freeze.asked_at is not None
+            and state.freeze.testimony is None
+        )
 
-class Sighting(Struct, frozen=True):
-    """A poll that brought a report."""
-
-    observed_at: datetime
-    report: RasReport
-
-
-class Blank(Struct, frozen=True):
-    """A poll that brought none, and why."""
-
-    observed_at: datetime
-    reason: str
-    permanent: bool = False
-
-
-Observation = Sighting | Blank
-
-
-class Event(Struct, frozen=True, kw_only=True):
-    """A change of state that somebody may want to hear of.
-
-    Ranks are ranks of the communicator. `communicator` is empty and `kind` None where the whole run is
-    meant (blind, sighted).
-    """
-
-    at: datetime
-    event: EventKind
-    communicator: str = ""
-    kind: FreezeKind | None = None
-    lagging: tuple[int, ...] = ()
-    leading: tuple[int, ...] = ()
-    missing: tuple[int, ...] = ()
-    size: int = 0
-    stalled_s: float = 0.0
-    reason: str = ""
+    def freeze(self, key: str) -> Freeze | None:
+        """The freeze of a communicator, None where it moves or is not known."""
+        state = self.communicators.get(key)
+        return state.freeze if isinstance(state, Stopped) else None
 
 
 def advance(window: Window, observation: Observation, policy: HangPolicy) -> tuple[Window, tuple[Event, ...]]:
-    """Take one poll into account.
+    """Take an observation into account.
 
     Args:
         window: What is remembered of this attempt; `Window(attempt_id=...)` at its start.
-        observation: A report, or the reason why there is none, with its time (UTC).
+        observation: A report, the reason why there is none, or what a witness saw, with its time (UTC).
         policy: How long is too long.
 
     Returns:
@@ -176,8 +136,13 @@ def advance(window: Window, observation: Observation, policy: HangPolicy) -> tup
     match observation:
         case Blank():
             return _without_report(window, observation, policy)
+        case Witness():
+            return _with_witness(window, observation, policy)
         case Sighting():
-            return _with_report(window, observation, policy)
+            return _with_report(_rebased(window, observation.observed_at), observation, policy)
+
+
+# ---- a poll without a report --------------------------------------------------------------------------
 
 
 def _without_report(window: Window, blank: Blank, policy: HangPolicy) -> tuple[Window, tuple[Event, ...]]:
@@ -188,143 +153,164 @@ def _without_report(window: Window, blank: Blank, policy: HangPolicy) -> tuple[W
         return after, ()
     blind = Blind(since=since, reason=blank.reason, permanent=blank.permanent)
     event = Event(
-        at=blank.observed_at, event="blind", stalled_s=_seconds(since, blank.observed_at), reason=blank.reason
+        at=blank.observed_at, event="blind", stalled_s=seconds(since, blank.observed_at), reason=blank.reason
     )
     return replace(after, blind=blind), (event,)
 
 
-def _with_report(window: Window, sighting: Sighting, policy: HangPolicy) -> tuple[Window, tuple[Event, ...]]:
-    at, records = sighting.observed_at, sighting.report.records
-    events: list[Event] = []
-    if window.blind is not None:
-        blind_s = _seconds(window.blind.since, at)
-        events.append(Event(at=at, event="sighted", stalled_s=blind_s, reason=window.blind.reason))
-    states: dict[str, State] = {}
-    for key in sorted(records.keys() | window.communicators.keys()):
-        before = window.communicators.get(key)
-        if key not in records:
-            events += _release(key, before, at, "the communicator is gone")
-            continue
-        states[key], changes = _step(key, before, records[key], at, policy)
-        events += changes
-    after = Window(attempt_id=window.attempt_id, communicators=states, last_report_at=at)
+# ---- an answer of a witness ---------------------------------------------------------------------------
+
+
+def _with_witness(window: Window, witness: Witness, policy: HangPolicy) -> tuple[Window, tuple[Event, ...]]:
+    key = witness.communicator
+    state = window.communicators.get(key)
+    if not isinstance(state, Frozen | Suspected | Idle) or state.freeze.asked_at is None:
+        return window, ()  # it moved meanwhile, so the answer is about something that is over
+    seen_at = window.last_report_at or witness.observed_at
+    now, events = testify(key, state, witness, window.envelopes.get(key, 0.0), policy, seen_at)
+    states = {**window.communicators, key: now}
+    after = replace(window, communicators=states, opened_at=_opened_at(window.opened_at, states.values()))
     return after, tuple(events)
 
 
-def _step(
-    key: str, before: State | None, record: Record, at: datetime, policy: HangPolicy
-) -> tuple[State, Iterable[Event]]:
-    """Where a communicator stands after a record, and what is to be told of it."""
-    freeze = _next_freeze(before, record, at)
-    if freeze is None:
-        same = isinstance(before, Progressing) and _matches(before, record)
-        state = before if same and before else _progressing(record, at)
-        return state, _release(key, before, at, "its ranks moved or agree again")
+def _opened_at(known: datetime | None, states: Iterable[State]) -> datetime | None:
+    """The moment that names the incident: set by the first confirmation, kept until nothing hangs."""
+    confirmed = [state.freeze.stalled_since for state in states if isinstance(state, Confirmed)]
+    return (known or min(confirmed)) if confirmed else None
+
+
+# ---- a report -----------------------------------------------------------------------------------------
+
+
+def _rebased(window: Window, at: datetime) -> Window:
+    """A clock that steps back must not hide for how long something stood still: what is being timed steps
+    back with it. A confirmed freeze keeps its moment, which names the incident.
+    """
+    if window.last_report_at is None or at >= window.last_report_at:
+        return window
+    step = window.last_report_at - at
+    states = {key: _moved_back(state, step) for key, state in window.communicators.items()}
+    active = {process: moment - step for process, moment in window.active.items()}
+    return replace(window, communicators=states, active=active)
+
+
+def _moved_back(state: State, step: timedelta) -> State:
+    match state:
+        case Progressing() | Aside():
+            return replace(state, since=state.since - step)
+        case Confirmed():
+            return state
+        case _:
+            asked_at = state.freeze.asked_at - step if state.freeze.asked_at else None
+            until = state.freeze.idle_until - step if state.freeze.idle_until else None
+            freeze = replace(
+                state.freeze, since=state.freeze.since - step, idle_until=until, asked_at=asked_at
+            )
+            if isinstance(state, Frozen):
+                return Frozen(freeze)
+            return replace(state, freeze=freeze, told_at=state.told_at - step)
+
+
+def _with_report(window: Window, sighting: Sighting, policy: HangPolicy) -> tuple[Window, tuple[Event, ...]]:
+    poll = Poll(sighting, policy)
+    at, records = poll.at, sighting.report.records
     events: list[Event] = []
-    if isinstance(before, Suspected | Confirmed) and before.freeze.since != freeze.since:
-        events += _release(key, before, at, "its ranks moved or a missing one came back")
-        before = None
-    if isinstance(before, Confirmed):
-        return Confirmed(freeze, before.confirmed_at), events
-    stalled_s = _seconds(freeze.since, at)
-    confirmed = freeze.polls > 0 and stalled_s >= policy.confirm_duration_s
-    suspected = freeze.polls > 0 and (confirmed or stalled_s >= policy.suspect_after_s)
-    told_at = before.told_at if isinstance(before, Suspected) else None
-    if suspected and told_at is None:
-        events.append(_event("suspected", key, freeze, at))
-        told_at = at
-    elif told_at is not None and not confirmed and _seconds(told_at, at) >= policy.repeat_every_s:
-        events.append(_event("still_suspected", key, freeze, at))
-        told_at = at
-    if confirmed:
-        return Confirmed(freeze, at), [*events, _event("confirmed", key, freeze, at)]
-    return (Suspected(freeze, told_at) if told_at is not None else Frozen(freeze)), events
+    if window.blind is not None:
+        blind_s = seconds(window.blind.since, at)
+        reason = f"reports again; it had none because: {window.blind.reason}"
+        events.append(Event(at=at, event="recovered", stalled_s=blind_s, reason=reason))
+    looks: dict[str, Seen] = {}
+    moved: set[str] = set()
+    for key, record in records.items():
+        looks[key], goes = look(window.communicators.get(key), record, poll)
+        if goes:
+            moved.add(key)
+    if moved or _made_or_gone(window, records.keys()):
+        looks = {key: restarted(seen, at) for key, seen in looks.items()}
+    elsewhere, active = moves_elsewhere(window.elsewhere, window.active, looks, poll)
+    idle = _idle(looks, active, poll)
+    looks.update(idle)
+    envelopes = dict(window.envelopes)
+    states: dict[str, State] = {}
+    explained = any(_explains(seen) and key not in idle for key, seen in looks.items())
+    for key in sorted(looks.keys() | window.communicators.keys()):
+        before, seen = window.communicators.get(key), looks.get(key)
+        if isinstance(before, Stopped) and not is_same(before, seen):
+            if key in moved or _is_symmetric(before.freeze, seen):
+                envelopes.update(learned(key, before, envelopes, poll))
+            events += released(key, before, seen, poll)
+            before = None
+        if seen is not None:
+            states[key], told = _stepped(
+                key, before, seen, envelopes, poll, idle=key in idle, explained=explained
+            )
+            events += told
+    after = Window(
+        attempt_id=window.attempt_id,
+        communicators=states,
+        opened_at=_opened_at(window.opened_at, states.values()),
+        envelopes=envelopes,
+        last_report_at=at,
+        visible=sighting.visible or window.visible,
+        nccl_version=sighting.report.nccl_version,
+        entries=sighting.report.entries,
+        elsewhere=elsewhere,
+        active=active,
+    )
+    return after, tuple(events)
 
 
-def _progressing(record: Record, at: datetime) -> Progressing:
-    missing = record.missing_ranks_count
-    return Progressing(digest=record.digest, since=at, size=record.size, missing=missing)
+def _idle(looks: Mapping[str, Seen], active: Mapping[Process, datetime], poll: Poll) -> dict[str, Freeze]:
+    """The mismatches whose members all go on in other communicators."""
+    idle: dict[str, Freeze] = {}
+    for key, seen in looks.items():
+        until = idle_until(seen, active, poll) if isinstance(seen, Freeze) else None
+        if until is not None and isinstance(seen, Freeze):
+            idle[key] = replace(seen, idle_until=until)
+    return idle
 
 
-def _next_freeze(before: State | None, record: Record, at: datetime) -> Freeze | None:
-    """The freeze that a record goes on with or begins; None where there is progress or agreement."""
-    if isinstance(before, Progressing) and _matches(before, record):
-        return _freeze(record.decode(), record, before.since, polls=1)
-    if before is None or isinstance(before, Progressing) or before.freeze.size != record.size:
-        return _first_sight(record, at)
-    freeze = before.freeze
-    if freeze.digest == record.digest:
-        return replace(freeze, polls=freeze.polls + 1)
-    communicator = record.decode()
-    if any(freeze.counts.get(rank, counts) != counts for rank, counts in communicator.counts.items()):
-        return _first_sight(record, at)
-    if communicator.counts.keys() - freeze.counts.keys():
-        # A rank that no report of this freeze showed before: it may have moved unseen, so time starts anew.
-        return _freeze(communicator, record, at, polls=0, known=freeze.counts)
-    return _freeze(communicator, record, freeze.since, polls=freeze.polls + 1, known=freeze.counts)
-
-
-def _matches(before: Progressing, record: Record) -> bool:
-    return (before.digest, before.size) == (record.digest, record.size)
-
-
-def _first_sight(record: Record, at: datetime) -> Freeze | None:
-    """Counts are kept from the first sight on where a member is missing.
-
-    The next record of such a communicator may differ without anybody having moved. Of any other one the
-    digest tells, and looking into each record of a healthy job would cost too much.
-    """
-    return _freeze(record.decode(), record, at, polls=0) if record.missing_ranks_count else None
-
-
-def _freeze(
-    communicator: Communicator,
-    record: Record,
-    since: datetime,
+def _stepped(
+    key: str,
+    before: State | None,
+    seen: Seen,
+    envelopes: Mapping[str, float],
+    poll: Poll,
     *,
-    polls: int,
-    known: Mapping[int, Counts] = {},
-) -> Freeze | None:
-    """A freeze where the ranks disagree and all that answer are running; a rank that is missing now counts
-    with what it last showed.
-    """
-    counts = {**known, **communicator.counts}
-    lagging, leading = sides(counts)
-    if not lagging or not communicator.all_running:
-        return None
-    return Freeze(
-        kind="mismatch",
-        since=since,
-        polls=polls,
-        digest=record.digest,
-        size=record.size,
-        counts=counts,
-        lagging=lagging,
-        leading=leading,
-        missing=tuple(member.rank for member in communicator.missing),
-    )
+    idle: bool,
+    explained: bool,
+) -> tuple[State, list[Event]]:
+    match seen:
+        case Freeze(kind="symmetric") if explained:
+            return _consequence(before, seen), []
+        case Freeze():
+            return escalated(key, before, seen, envelopes.get(key, 0.0), poll, idle=idle)
+        case Progressing() | Aside():
+            return seen, []
 
 
-def _release(key: str, before: State | None, at: datetime, reason: str) -> Iterable[Event]:
-    if isinstance(before, Suspected | Confirmed):
-        return [_event("recovered", key, before.freeze, at, reason)]
-    return []
+def _made_or_gone(window: Window, keys: Collection[str]) -> bool:
+    """Whether the job made or ended a communicator. What a restart forgot is not new."""
+    if any(key not in keys for key in window.communicators):
+        return True
+    return not window.partial and any(key not in window.communicators for key in keys)
 
 
-def _event(event: EventKind, key: str, freeze: Freeze, at: datetime, reason: str = "") -> Event:
-    return Event(
-        at=at,
-        event=event,
-        communicator=key,
-        kind=freeze.kind,
-        lagging=freeze.lagging,
-        leading=freeze.leading,
-        missing=freeze.missing,
-        size=freeze.size,
-        stalled_s=_seconds(freeze.since, at),
-        reason=reason,
-    )
+def _explains(seen: Seen) -> bool:
+    """Whether it is a freeze for which others wait."""
+    return isinstance(seen, Freeze) and seen.kind != "symmetric" and seen.polls > 0
 
 
-def _seconds(since: datetime, at: datetime) -> float:
-    return max(0.0, (at - since).total_seconds())
+def _is_symmetric(freeze: Freeze, seen: Seen | None) -> bool:
+    return isinstance(seen, Freeze) and freeze.kind == seen.kind == "symmetric"
+
+
+def _consequence(before: State | None, freeze: Freeze) -> State:
+    """Equal counts beside a freeze that explains them: kept, and not told of again."""
+    match before:
+        case Suspected(_, told_at):
+            return Suspected(freeze, told_at)
+        case Confirmed(_, confirmed_at):
+            return Confirmed(freeze, confirmed_at)
+        case _:
+            return Frozen(freeze)

@@ -18,4 +18,5 @@ JOB = attempt(pids=(json.loads(REPORT.read_bytes())["communicators"][0]["ranks"]
 def one_poll(addr: str) -> int:
     """Ask RAS once, in a flow run."""
     ras = NodeRas(LocalNode(), method="socket", addr=addr, collect_timeout_s=5, deadline_s=10)
-    return len(parse_report(ras.status(JOB)).records)
+    (raw,) = ras.status(JOB)
+    return len(parse_report(raw).records)

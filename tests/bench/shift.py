@@ -27,9 +27,9 @@ class Counted(NodeRas):
 
     polls = 0
 
-    def status(self, of: Attempt) -> bytes:
+    def status(self, attempt: Attempt) -> tuple[bytes, ...]:
         self.polls += 1
-        return super().status(of)
+        return super().status(attempt)
 
 
 class Bounded(FakeDirectory):

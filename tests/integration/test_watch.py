@@ -68,13 +68,17 @@ class Scene(FakeRas, FakeDirectory, FakeChannel):
         )
         return attempt(name, pids, status="finished" if over else "running", has_callback=True)
 
-    def status(self, attempt: Attempt) -> bytes:
+    def status(self, attempt: Attempt) -> tuple[bytes, ...]:
         self.asked += 1
         steps = self.asked if self.restarted_at else min(self.asked, self.healthy)
         stuck = not self.restarted_at and self.asked >= self.healthy
         counts = [steps - (stuck and i == 2) for i in range(4)]
         base = attempt.ranks[0].pid
-        return report(communicator([rank(i, n, pid=base + i) for i, n in enumerate(counts)], name=hex(base)))
+        members = [rank(i, n, pid=base + i) for i, n in enumerate(counts)]
+        return (report(communicator(members, name=hex(base))),)
+
+    def visible(self, attempt: Attempt) -> None:
+        del attempt
 
     def text(self, attempt: Attempt) -> str:
         del attempt
@@ -273,7 +277,7 @@ def test_one_report_that_does_not_show_the_hang_does_not_leave_it_hanging(watche
     def status(attempt):
         if scene.nodes.asked("dump_stacks") and not lies:
             lies.append(1)
-            return report()
+            return (report(),)
         return Scene.status(scene, attempt)
 
     scene.status = status

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 import threading
+import time
 import types
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,15 @@ from ray.train.v2._internal.execution.controller.state import ErroredState, Fini
 from ray.train.v2._internal.execution.worker_group.poll import WorkerGroupPollStatus, WorkerStatus
 
 from deployments.training_job import rankwatch_job
-from deployments.training_job.rankwatch_job import RankwatchCallback, start_in_worker
+from deployments.training_job.rankwatch_job import (
+    Mailbox,
+    RankwatchCallback,
+    resume_polling,
+    start_in_worker,
+    suspend_polling,
+)
 from tasks.adapters.ports import Ack
-from tasks.adapters.ray_answers import parse, parse_announcement
+from tasks.adapters.ray_answers import parse, parse_announcement, parse_suspension
 
 PIDS = (1000, 1001, 1002, 1003)
 MESSAGE = "NCCL hang confirmed by rankwatch: rank 2 stands in report."
@@ -42,6 +49,10 @@ class FakeKv:
     def put(self, key: str, value: bytes) -> None:
         self._may_fail()
         self.content[key] = value
+
+    def delete(self, key: str) -> None:
+        self._may_fail()
+        self.content.pop(key, None)
 
     def _may_fail(self) -> None:
         self.open.wait()
@@ -192,6 +203,26 @@ def test_an_attempt_is_announced_before_its_process_group_exists(controller):
     controller.callback.after_worker_group_start(group)
     said = controller.announced()
     assert (said.state, [worker.pid for worker in said.workers]) == ("starting", [1000])
+
+
+def test_when_an_attempt_began_and_what_would_end_it_is_announced(controller):
+    before = time.time()
+    controller.group()
+    first = controller.announced()
+    assert before <= first.started_at <= time.time()
+    assert (first.backend, first.process_group_timeout_s) == ("gloo", 1800)
+    controller.group((2000, 2001, 2002, 2003))
+    assert controller.announced().started_at > first.started_at
+
+
+def test_a_suspension_does_not_outlive_its_attempt(controller):
+    """The rank that asked for it died while it rebuilt."""
+    controller.group()
+    controller.kv.content["suspend:r1"] = b"{}"
+    controller.callback.before_worker_group_shutdown(None)
+    controller.group((2000, 2001, 2002, 2003))
+    controller.settle()
+    assert "suspend:r1" not in controller.kv.content
 
 
 # ---- verdicts -----------------------------------------------------------------------------------------
@@ -363,22 +394,27 @@ def test_a_store_that_hangs_holds_one_poll_for_a_moment_and_no_other(controller,
     assert set(controller.poll().errors) == {2}  # the late answer counts
 
 
+PARTS = (RankwatchCallback(), start_in_worker, suspend_polling, resume_polling)
+
+
 def test_the_callback_travels_by_value(tmp_path):
     """Neither the controller nor a rank has this file; a job in any folder does."""
-    (tmp_path / "callback").write_bytes(ray.cloudpickle.dumps((RankwatchCallback(), start_in_worker)))
+    (tmp_path / "callback").write_bytes(ray.cloudpickle.dumps(PARTS))
     code = (
         "import pickle, sys, ray.train\n"
-        "callback, start = pickle.load(open('callback', 'rb'))\n"
+        "callback, start, *pause = pickle.load(open('callback', 'rb'))\n"
         "callback.after_worker_group_poll_status(None)\n"
         "assert 'deployments' not in sys.modules\n"
         "again = pickle.loads(ray.cloudpickle.dumps(start))\n"
         "print(again('a' * 32, 3)['worker_server_reason'])\n"
+        "print([say(*given) for say, given in zip(pause, [(5, 'why', 'r1'), ('r1',)])])\n"
     )
     answer = subprocess.run(
         [sys.executable, "-P", "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert answer.returncode == 0, answer.stderr
     assert "torch is not loaded" in answer.stdout
+    assert "[False, False]" in answer.stdout  # no cluster, and no error
 
 
 def test_another_version_of_ray_train_only_loses_the_watch(monkeypatch):
@@ -392,6 +428,85 @@ def test_another_version_of_ray_train_only_loses_the_watch(monkeypatch):
 
     assert issubclass(module.RankwatchCallback, RayTrainCallback)
     module.RankwatchCallback().after_worker_group_poll_status(None)
+
+
+# ---- suspending the polls -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def store(monkeypatch) -> FakeKv:
+    """The store of a process that is a rank of run r1."""
+    kv = FakeKv()
+    keeper = types.ModuleType("_rankwatch_worker")
+    keeper.__dict__["mailbox"] = Mailbox(kv)
+    monkeypatch.setitem(sys.modules, "_rankwatch_worker", keeper)
+    monkeypatch.setattr(rankwatch_job, "_SUSPEND_WAIT_S", 60.0)
+    context = types.SimpleNamespace(train_run_context=types.SimpleNamespace(run_id="r1"))
+    monkeypatch.setattr("ray.train.v2._internal.execution.context.get_train_context", lambda: context)
+    return kv
+
+
+def test_a_rank_suspends_and_resumes(store):
+    before = time.time()
+    assert suspend_polling(30, "rebuilding the tensor group")
+    said = parse_suspension(store.content["suspend:r1"])
+    assert before + 30 <= said.until <= time.time() + 30
+    assert said.reason == "rebuilding the tensor group"
+    assert resume_polling()
+    assert store.content == {}
+
+
+def test_outside_a_training_function_the_run_is_named(store):
+    assert suspend_polling(30, "why", "r2")
+    assert set(store.content) == {"suspend:r2"}
+    assert resume_polling("r2")
+    assert store.content == {}
+
+
+@pytest.mark.parametrize(("seconds", "longest"), [(1e9, 600), (float("inf"), 600), (-5, 0), (10, 10)])
+def test_a_suspension_is_bounded(store, seconds, longest):
+    before = time.time()
+    assert suspend_polling(seconds, "x" * 5000)
+    said = parse_suspension(store.content["suspend:r1"])
+    assert before <= said.until <= time.time() + longest
+    assert len(said.reason) == 200
+
+
+@pytest.mark.parametrize("seconds", [None, "soon", float("nan")])
+def test_nonsense_suspends_nothing_for_long_and_raises_nothing(store, seconds):
+    suspend_polling(seconds, "why")
+    content = store.content.get("suspend:r1")
+    assert parse_suspension(content).until <= time.time()
+
+
+def test_without_a_run_nothing_is_suspended_and_nothing_raised(store, monkeypatch, caplog):
+    def nobody() -> None:
+        raise RuntimeError("TrainContext has not been initialized.")
+
+    monkeypatch.setattr("ray.train.v2._internal.execution.context.get_train_context", nobody)
+    assert not suspend_polling(30, "why")
+    assert not resume_polling()
+    assert store.content == {}
+    assert "neither suspended nor resumed" in caplog.text
+
+
+def test_a_store_that_fails_is_no_matter_of_the_training(store):
+    store.error = OSError("no store")
+    assert not suspend_polling(30, "why")
+    store.error = None
+    assert resume_polling()  # the newer word counts
+    assert store.content == {}
+
+
+def test_a_store_that_hangs_holds_the_training_for_a_moment_only(store, monkeypatch):
+    monkeypatch.setattr(rankwatch_job, "_SUSPEND_WAIT_S", 0.05)
+    store.open.clear()
+    assert not suspend_polling(30, "why")
+    assert not resume_polling()
+    store.open.set()
+    monkeypatch.setattr(rankwatch_job, "_SUSPEND_WAIT_S", 60.0)
+    assert resume_polling()
+    assert store.content == {}  # a late suspend does not come after the resume
 
 
 # ---- in a rank ----------------------------------------------------------------------------------------

@@ -197,6 +197,72 @@ def test_states_of_an_announcement(dashboard, state, index, status):
     assert directory(dashboard, kv).find("demo").status == status
 
 
+def test_an_announcement_says_when_the_attempt_began(dashboard):
+    kv = FakeKv(announced(started_at=1_800_000_000.5))
+    assert directory(dashboard, kv).find("demo").started_at == 1_800_000_000.5
+    assert directory(dashboard, FakeKv(announced())).find("demo").started_at == 0.0
+
+
+HEARTBEAT = "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"
+HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+MONITORING = "TORCH_NCCL_ENABLE_MONITORING"
+
+
+@pytest.mark.parametrize(
+    ("backend", "timeout_s", "env", "expected"),
+    [
+        ("nccl", 1800, {}, (1800, "process group")),
+        (None, 1800, {}, (1800, "process group")),
+        ("nccl", 1800, {HEARTBEAT: "480"}, (480, HEARTBEAT)),
+        ("nccl", 300, {HEARTBEAT: "480"}, (300, "process group")),
+        ("nccl", 1800, {HEARTBEAT: "480", MONITORING: "0"}, (1800, "process group")),
+        ("nccl", 1800, {HEARTBEAT: "480", MONITORING: "False"}, (1800, "process group")),
+        ("nccl", 1800, {HEARTBEAT: "480", MONITORING: "1"}, (480, HEARTBEAT)),
+        ("nccl", 1800, {HANDLING: "0"}, (None, "")),
+        ("nccl", 1800, {HANDLING: "0", HEARTBEAT: "480"}, (480, HEARTBEAT)),
+        ("nccl", 1800, {HANDLING: "0", "TORCH_NCCL_BLOCKING_WAIT": "1"}, (1800, "process group")),
+        ("nccl", 1800, {HANDLING: "1"}, (1800, "process group")),
+        ("gloo", 1800, {HANDLING: "0", HEARTBEAT: "480"}, (1800, "gloo")),
+        ("nccl", None, {}, (None, "")),
+        ("nccl", None, {HEARTBEAT: "soon"}, (None, "")),
+        ("nccl", 0, {HEARTBEAT: "0"}, (None, "")),
+    ],
+)
+def test_the_earliest_watchdog(dashboard, backend, timeout_s, env, expected):
+    worker = {"world_rank": 0, "pid": 100, "env": env}
+    said = announced(backend=backend, process_group_timeout_s=timeout_s, workers=[worker])
+    found = directory(dashboard, FakeKv(said)).find("demo")
+    watchdog_s, source = expected
+    assert found.watchdog_s == watchdog_s
+    assert source in found.watchdog_source
+    assert bool(found.watchdog_source) == (watchdog_s is not None)
+
+
+def test_a_suspension_is_read_with_the_attempt(dashboard):
+    kv = FakeKv(announced() | {"suspend:r1": b'{"until": 1800000000.5, "reason": "rebuilding"}'})
+    runs = directory(dashboard, kv)
+    found = runs.find("demo")
+    assert (found.suspended_until, found.suspended_reason) == (1_800_000_000.5, "rebuilding")
+    del kv.values["suspend:r1"]
+    kv.values["suspend:r10"] = b'{"until": 1800000000.5}'
+    assert runs.find("demo").suspended_until == 0.0
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"until": "soon"}', b'{"until": null}', b"\xff"])
+def test_a_suspension_that_cannot_be_read_is_none(dashboard, content):
+    found = directory(dashboard, FakeKv(announced() | {"suspend:r1": content})).find("demo")
+    assert (found.suspended_until, found.suspended_reason) == (0.0, "")
+
+
+def test_a_run_that_was_tracked_may_be_suspended_too(dashboard):
+    dashboard.runs = recorded_runs("train_v2_runs_second_attempt.json")
+    run = dashboard.runs[0]
+    kv = FakeKv({f"suspend:{run.id}": b'{"until": 5, "reason": "why"}'})
+    found = directory(dashboard, kv).find("tracked")
+    assert (found.suspended_until, found.suspended_reason) == (5.0, "why")
+    assert found.started_at == run.attempts[1].start_time_ns / 1e9
+
+
 @pytest.mark.parametrize("forgotten", [False, True])
 def test_an_announcement_of_a_dead_controller_is_over(dashboard, forgotten):
     kill_controller(dashboard)

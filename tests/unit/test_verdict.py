@@ -5,13 +5,15 @@ from pathlib import Path
 
 import pytest
 
+from tasks.hang.counts import ranges
 from tasks.hang.incident import incident_of
 from tasks.hang.remedy import decide
 from tasks.hang.report import parse_report
 from tasks.hang.run import Attempt, Node, Rank, attempt_id_of, by_node
 from tasks.hang.stacks import position, read_threads
-from tasks.hang.verdict import judge, ranges
-from tasks.hang.window import Sighting, Window, advance
+from tasks.hang.states import Sighting
+from tasks.hang.verdict import judge
+from tasks.hang.window import Window, advance
 from tasks.reporting.wording import failure_message, verdict_markdown
 from tests.reports import at, communicator, rank, report
 from tests.unit.test_window import POLICY

@@ -1,0 +1,337 @@
+"""A communicator, as one record of a report tells of it.
+
+The same process is a rank of many communicators, and most ranks of one say the same: so each text is
+understood once, and what it says is shared. Looking into all records of a report of 110 MB then takes less
+time than a JSON parser needs for it, and less memory than its text.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from functools import cached_property, lru_cache
+from itertools import chain, repeat
+from sys import intern
+from typing import Literal
+
+import msgspec
+from msgspec import Raw, Struct
+
+from tasks.hang import layout
+from tasks.hang.counts import FUNCTIONS, Counts
+
+# NCCL 2.28.7 to 2.28.9 leave out the comma between nvml_dev and status of each missing rank.
+MISSING_COMMA = re.compile(rb'("nvml_dev": -?\d+)(\s+"status")')
+UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
+
+Status = Literal["INIT", "RUNNING", "FINALIZE", "ABORT", "UNKNOWN"]
+Process = tuple[str, int, int]  # host as RAS prints it, pid, number of the device
+
+
+class RankState(Struct, frozen=True, kw_only=True, gc=False):
+    """A member of a communicator that answered."""
+
+    rank: int
+    host: str
+    pid: int
+    cuda_dev: int
+    nvml_dev: int
+    status: Status
+    async_error: int
+    counts: Counts
+
+
+class MissingRank(Struct, frozen=True, kw_only=True, gc=False):
+    """A member that did not answer, or (`unresponsive` False) is no member any more or not yet."""
+
+    rank: int
+    host: str
+    pid: int
+    cuda_dev: int
+    nvml_dev: int
+    unresponsive: bool
+    considered_dead: bool
+
+
+class Place(Struct, frozen=True, gc=False):
+    """The process and device behind a rank."""
+
+    process: Process
+    cuda_dev: int
+    nvml_dev: int
+
+
+class Told(Struct, frozen=True, gc=False):
+    """What a rank says of itself."""
+
+    status: Status
+    async_error: int
+    counts: Counts
+
+
+class Communicator(Struct, frozen=True, kw_only=True, dict=True):
+    """A decoded record. What is kept of its ranks is shared among communicators; the rest is made when it is
+    asked for.
+
+    Args:
+        key: `hash/secondary_hash`, as NCCL prints them.
+        numbers: The ranks that answered, in NCCL's order.
+        places: Of each of them.
+        told: What they say, and how many ranks in a row say it.
+    """
+
+    key: str
+    size: int
+    numbers: tuple[int, ...]
+    places: tuple[Place, ...]
+    told: tuple[tuple[Told, int], ...]
+    missing: tuple[MissingRank, ...]
+
+    @cached_property
+    def ranks(self) -> tuple[RankState, ...]:
+        """The members that answered."""
+        each = chain.from_iterable(repeat(said, times) for said, times in self.told)
+        return tuple(
+            RankState(
+                rank=number,
+                host=place.process[0],
+                pid=place.process[1],
+                cuda_dev=place.cuda_dev,
+                nvml_dev=place.nvml_dev,
+                status=said.status,
+                async_error=said.async_error,
+                counts=said.counts,
+            )
+            for number, place, said in zip(self.numbers, self.places, each, strict=True)
+        )
+
+    @cached_property
+    def counts(self) -> dict[int, Counts]:
+        """Launches of each rank that answered; ranks that launched the same share the value."""
+        each = chain.from_iterable(repeat(said.counts, times) for said, times in self.told)
+        return dict(zip(self.numbers, each, strict=True))
+
+    @cached_property
+    def processes(self) -> dict[int, Process]:
+        """Which process is which rank, missing ones too; communicators share the values."""
+        found = dict(zip(self.numbers, (place.process for place in self.places), strict=True))
+        for absent in self.missing:
+            process = (absent.host, absent.pid, _device(absent.cuda_dev, absent.nvml_dev))
+            found[absent.rank] = process
+        return found
+
+    @cached_property
+    def groups(self) -> tuple[tuple[Told, tuple[int, ...]], ...]:
+        """The ranks that say the same, by what they say, in the order of the first of each."""
+        found: dict[Told, list[int]] = {}
+        at = 0
+        for said, times in self.told:
+            found.setdefault(said, []).extend(self.numbers[at : at + times])
+            at += times
+        return tuple((said, tuple(numbers)) for said, numbers in found.items())
+
+    @cached_property
+    def all_running(self) -> bool:
+        """Whether every rank that answered is past its init and not shutting down.
+
+        A status that NCCL did not say in full does not count against it: blind in one field is not blind
+        in all.
+        """
+        return bool(self.told) and all(said.status in ("RUNNING", "UNKNOWN") for said, _ in self.told)
+
+    def member(self, rank: int) -> RankState | MissingRank | None:
+        """The member with that communicator rank."""
+        everyone: tuple[RankState | MissingRank, ...] = (*self.ranks, *self.missing)
+        return next((member for member in everyone if member.rank == rank), None)
+
+
+class _Place(Struct, forbid_unknown_fields=True, gc=False):
+    host: str = "unknown"
+    pid: int = -1
+    cuda_dev: int = -1
+    nvml_dev: int = -1
+
+
+class _State(Struct, forbid_unknown_fields=True, gc=False):
+    status: Raw = Raw(b"null")
+    collective_counts: Raw = Raw(b"null")
+
+
+class _Rank(Struct, gc=False):
+    rank: int
+    host: str = "unknown"
+    pid: int = -1
+    cuda_dev: int = -1
+    nvml_dev: int = -1
+    status: Raw = Raw(b"null")
+    collective_counts: Raw = Raw(b"null")
+
+
+class _Status(Struct):
+    init_state: int | None = None
+    async_error: int | None = None
+    finalize_called: bool | None = None
+    destroy_flag: bool | None = None
+    abort_flag: bool | None = None
+
+
+class _MissingStatus(Struct, gc=False):
+    unresponsive: bool | None = None
+    considered_dead: bool | None = None
+
+
+class _Missing(Struct, gc=False):
+    rank: int
+    host: str = "unknown"
+    pid: int = -1
+    cuda_dev: int = -1
+    nvml_dev: int = -1
+    status: _MissingStatus | None = None
+
+
+class _Body(Struct):
+    ranks: list[_Rank] = []
+    missing_ranks: list[_Missing] = []
+
+
+_NUMBERS = msgspec.json.Decoder(tuple[int, ...])
+_PLACE = msgspec.json.Decoder(_Place)
+_STATE = msgspec.json.Decoder(_State)
+_BODY = msgspec.json.Decoder(_Body)
+_ABSENT = msgspec.json.Decoder(list[_Missing])
+_STATUS = msgspec.json.Decoder(_Status | None)
+_COUNTS = msgspec.json.Decoder(dict[str, int | None] | None)
+
+
+def read(key: str, size: int, raw: bytes | Raw, start: int, end: int) -> Communicator:
+    """Understand a record.
+
+    Args:
+        key: Of the communicator.
+        size: Ranks in the communicator.
+        raw: The document that the record stands in.
+        start: Offset of the record in it.
+        end: Offset behind the record.
+
+    Raises:
+        msgspec.MsgspecError, ValueError, RecursionError: it is not what NCCL documents.
+    """
+    if isinstance(raw, bytes):
+        try:
+            known = _read_by_layout(key, size, raw, start, end)
+        except UNREADABLE:
+            known = None  # not laid out as it looks; if it is no JSON either, that is found below
+        if known is not None:
+            return known
+    body = _body(memoryview(raw)[start:end])
+    return Communicator(
+        key=key,
+        size=size,
+        numbers=tuple([rank.rank for rank in body.ranks]),
+        places=tuple([_place(rank.host, rank.pid, rank.cuda_dev, rank.nvml_dev) for rank in body.ranks]),
+        told=_in_a_row((_told(bytes(rank.status), bytes(rank.collective_counts)), 1) for rank in body.ranks),
+        missing=tuple(map(_missing_rank, body.missing_ranks)),
+    )
+
+
+def _read_by_layout(key: str, size: int, raw: bytes, start: int, end: int) -> Communicator | None:
+    found = layout.members(raw, start, end)
+    rest = layout.rest(raw, found.end, end) if found else None
+    if found is None or rest is None:
+        return None
+    return Communicator(
+        key=key,
+        size=size,
+        numbers=_NUMBERS.decode(b"[" + b",".join(found.numbers) + b"]"),
+        places=tuple(map(_place_of, found.places)),
+        told=_in_a_row((_told_in(text), times) for text, times in found.states),
+        missing=tuple(map(_missing_rank, _absent(rest))),
+    )
+
+
+def _in_a_row(told: Iterable[tuple[Told, int]]) -> tuple[tuple[Told, int], ...]:
+    rows: list[tuple[Told, int]] = []
+    for said, times in told:
+        if rows and (rows[-1][0] is said or rows[-1][0] == said):
+            rows[-1] = (rows[-1][0], rows[-1][1] + times)
+        else:
+            rows.append((said, times))
+    return tuple(rows)
+
+
+def _body(text: memoryview) -> _Body:
+    try:
+        return _BODY.decode(text)
+    except UNREADABLE:
+        mended = mend(bytes(text))
+        if mended is None:
+            raise
+        return _BODY.decode(mended)
+
+
+def _absent(text: bytes) -> Sequence[_Missing]:
+    return _ABSENT.decode(mend(text) or text)
+
+
+def mend(text: bytes) -> bytes | None:
+    """The text with the commas that NCCL 2.28 forgets; None where none is missing."""
+    mended, times = MISSING_COMMA.subn(rb"\1,\2", text)
+    return mended if times else None
+
+
+# As many as a large job has processes.
+@lru_cache(maxsize=1 << 15)
+def _place_of(text: bytes) -> Place:
+    place = _PLACE.decode(b"{" + text[1:] + b"}")
+    return _place(place.host, place.pid, place.cuda_dev, place.nvml_dev)
+
+
+def _place(host: str, pid: int, cuda_dev: int, nvml_dev: int) -> Place:
+    return Place((intern(host), pid, _device(cuda_dev, nvml_dev)), cuda_dev, nvml_dev)
+
+
+def _device(cuda_dev: int, nvml_dev: int) -> int:
+    return nvml_dev if nvml_dev >= 0 else cuda_dev
+
+
+@lru_cache(maxsize=2048)
+def _told_in(text: bytes) -> Told:
+    state = _STATE.decode(b"{" + text[1:] + b"}")
+    return _told(bytes(state.status), bytes(state.collective_counts))
+
+
+@lru_cache(maxsize=2048)
+def _told(status_text: bytes, counts_text: bytes) -> Told:
+    status, async_error = _read_status(status_text)
+    return Told(status, async_error, _read_counts(counts_text))
+
+
+def _read_counts(text: bytes) -> Counts:
+    named = _COUNTS.decode(text) or {}
+    known = [(f, named[f] or 0) for f in FUNCTIONS if f in named]
+    return (*known, *sorted((f, n or 0) for f, n in named.items() if f not in FUNCTIONS))
+
+
+def _read_status(text: bytes) -> tuple[Status, int]:
+    record = _STATUS.decode(text)
+    if record is None:
+        return "UNKNOWN", 0
+    async_error = record.async_error or 0
+    if record.abort_flag:
+        return "ABORT", async_error
+    if record.finalize_called or record.destroy_flag:
+        return "FINALIZE", async_error
+    if None in (record.abort_flag, record.finalize_called, record.destroy_flag, record.init_state):
+        return "UNKNOWN", async_error
+    return ("RUNNING" if record.init_state == 0 else "INIT"), async_error
+
+
+def _missing_rank(record: _Missing) -> MissingRank:
+    status = record.status or _MissingStatus()
+    return MissingRank(
+        rank=record.rank,
+        host=intern(record.host),
+        pid=record.pid,
+        cuda_dev=record.cuda_dev,
+        nvml_dev=record.nvml_dev,
+        unresponsive=bool(status.unresponsive),
+        considered_dead=bool(status.considered_dead),
+    )

@@ -1,0 +1,280 @@
+"""From frozen to suspected to confirmed: what time makes of a freeze, and what witnesses are asked for."""
+
+from collections.abc import Iterable, Mapping
+from datetime import datetime
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from tasks.hang.looking import Poll, Seen
+from tasks.hang.policy import ENVELOPE_FACTOR, HangPolicy
+from tasks.hang.states import (
+    Aside,
+    Confirmed,
+    Event,
+    EventKind,
+    Freeze,
+    Frozen,
+    Idle,
+    State,
+    Stopped,
+    Suspected,
+    seconds,
+)
+from tasks.hang.testimony import weigh
+from tasks.hang.witness import Witness
+
+_TOLD = (Suspected, Idle, Confirmed)
+_ASK_AT_MOST = 64  # ranks behind that are looked at: beyond that the others say nothing new
+
+
+def is_same(before: Stopped, seen: Seen | None) -> bool:
+    """Whether a freeze goes on."""
+    return isinstance(seen, Freeze) and seen.since == before.freeze.since and seen.kind == before.freeze.kind
+
+
+def learned(key: str, before: Stopped, envelopes: Mapping[str, float], poll: Poll) -> Mapping[str, float]:
+    """The envelope of a communicator after a stall that recovered; empty where it changes nothing."""
+    stalled_s = seconds(before.freeze.stalled_since, poll.at)
+    worth = ENVELOPE_FACTOR * stalled_s > poll.policy.confirm_s(before.freeze.kind)
+    if isinstance(before, Idle) or not worth or stalled_s <= envelopes.get(key, 0.0):
+        return {}
+    return {key: stalled_s}
+
+
+def released(key: str, before: Stopped, seen: Seen | None, poll: Poll) -> Iterable[Event]:
+    """A freeze is over: say so if it had been told of."""
+    if not isinstance(before, _TOLD):
+        return []
+    match seen:
+        case None:
+            reason = "the communicator is gone"
+        case Aside(remark=remark):
+            reason = f"its ranks are leaving: {remark}"
+        case Freeze(kind="symmetric"):
+            reason = "other communicators of the job move"
+        case Freeze():
+            reason = "its ranks moved or a missing one came back"
+        case _:
+            reason = "its ranks moved or agree again"
+    stalled_s = stalled(before.freeze, poll.at, idle=isinstance(before, Idle))
+    return [_Step(key, before, before.freeze, poll.at, stalled_s, 0.0, reason).event("recovered")]
+
+
+def due_of(freeze: Freeze, envelope_s: float, policy: HangPolicy) -> float:
+    """Seconds of standing still after which a freeze is a hang."""
+    return policy.due_s(freeze.kind, envelope_s=envelope_s, extended=freeze.extended)
+
+
+def escalated(
+    key: str, before: State | None, freeze: Freeze, envelope_s: float, poll: Poll, *, idle: bool
+) -> tuple[State, list[Event]]:
+    """Where a freeze stands after a report, and what is to be told of it.
+
+    Args:
+        key: The communicator.
+        before: Its last state, None where this freeze is new.
+        freeze: What does not move.
+        envelope_s: Its longest stall that recovered.
+        poll: The report.
+        idle: Whether its members go on in other communicators.
+    """
+    at, policy = poll.at, poll.policy
+    if isinstance(before, Confirmed):
+        return Confirmed(freeze, before.confirmed_at), []
+    if not freeze.polls:
+        return Frozen(freeze), []
+    if isinstance(before, Idle) and not idle:
+        freeze = replace(freeze, asked_at=None, testimony=None)  # what was seen then was no stall
+    stalled_s, due_s = stalled(freeze, at, idle=idle), due_of(freeze, envelope_s, policy)
+    freeze = _asked(freeze, stalled_s, due_s, poll, idle=idle)
+    confirmed, reason = verdict_of(freeze, stalled_s, due_s, at, policy, idle=idle)
+    step = _Step(key, before, freeze, at, stalled_s, due_s, reason)
+    if confirmed:
+        return confirm(step)
+    return _as_idle(step, policy) if idle else _as_suspect(step, policy)
+
+
+class _Step(Struct, frozen=True):
+    """A freeze that is not confirmed yet, with all that is known of it at a moment."""
+
+    key: str
+    before: State | None
+    freeze: Freeze
+    at: datetime
+    stalled_s: float
+    due_s: float
+    reason: str
+
+    def event(self, name: EventKind, why: str = "") -> Event:
+        freeze = self.freeze
+        return Event(
+            at=self.at,
+            event=name,
+            communicator=self.key,
+            kind=freeze.kind,
+            lagging=freeze.lagging,
+            leading=freeze.leading,
+            missing=freeze.missing,
+            size=freeze.size,
+            stalled_s=self.stalled_s,
+            reason=why or self.reason,
+            due_s=self.due_s,
+        )
+
+
+def testify(  # noqa: PLR0917  as escalated, of which it is the other half
+    key: str,
+    state: Frozen | Suspected | Idle,
+    witness: Witness,
+    envelope_s: float,
+    policy: HangPolicy,
+    seen_at: datetime,
+) -> tuple[State, list[Event]]:
+    """Where a freeze stands after a witness answered.
+
+    Args:
+        key: The communicator.
+        state: Its state; a witness was asked.
+        witness: The answer.
+        envelope_s: Its longest stall that recovered.
+        policy: How long is too long.
+        seen_at: When a report last showed the freeze: so long is sure, however long the answer took.
+    """
+    idle = isinstance(state, Idle)
+    testimony = weigh(state.freeze, witness, idle=idle)
+    freeze = replace(state.freeze, testimony=testimony)
+    extend = testimony.finding == "moves" and freeze.kind == "mismatch" and not _must_agree(freeze, idle=idle)
+    extend = extend and not freeze.extended
+    freeze = replace(freeze, extended=freeze.extended or extend)
+    stalled_s, due_s = stalled(freeze, seen_at, idle=idle), due_of(freeze, envelope_s, policy)
+    confirmed, reason = verdict_of(freeze, stalled_s, due_s, seen_at, policy, idle=idle)
+    step = _Step(key, state, freeze, witness.observed_at, stalled_s, due_s, reason)
+    if confirmed:
+        return confirm(step)
+    match state:
+        case Frozen():
+            return Frozen(freeze), []
+        case Idle(_, told_at):
+            return Idle(freeze, told_at), []
+        case Suspected(_, told_at):
+            then = f"; confirmed after {due_s:g} s instead, this once" if extend else ""
+            news = extend or testimony.finding == "gone"
+            told = [step.event("still_suspected", testimony.reason + then)] if news else []
+            return Suspected(freeze, told_at), told
+
+
+def confirm(step: _Step) -> tuple[State, list[Event]]:
+    """A hang; nothing is confirmed that was not suspected before."""
+    first = [] if isinstance(step.before, Suspected) else [step.event("suspected")]
+    return Confirmed(step.freeze, step.at), [*first, step.event("confirmed")]
+
+
+def _as_idle(step: _Step, policy: HangPolicy) -> tuple[State, list[Event]]:
+    if isinstance(step.before, Idle):
+        return Idle(step.freeze, step.before.told_at), []
+    if step.stalled_s < min(policy.suspect_after_s, step.due_s):
+        return Frozen(step.freeze), []
+    why = _join("all of its ranks go on in other communicators", step.reason)
+    return Idle(step.freeze, step.at), [step.event("idle", why)]
+
+
+def _as_suspect(step: _Step, policy: HangPolicy) -> tuple[State, list[Event]]:
+    if step.stalled_s < policy.suspect_after_s:
+        return Frozen(step.freeze), []
+    if not isinstance(step.before, Suspected):
+        return Suspected(step.freeze, step.at), [step.event("suspected")]
+    if seconds(step.before.told_at, step.at) < policy.repeat_every_s:
+        return Suspected(step.freeze, step.before.told_at), []
+    return Suspected(step.freeze, step.at), [step.event("still_suspected")]
+
+
+def stalled(freeze: Freeze, at: datetime, *, idle: bool) -> float:
+    """Seconds for which a freeze counts: while its members go on elsewhere, from its counts on."""
+    return seconds(freeze.since if idle else freeze.stalled_since, at)
+
+
+def _asked(freeze: Freeze, stalled_s: float, due_s: float, poll: Poll, *, idle: bool) -> Freeze:
+    """Ask a witness when one is wanted: in time before the confirmation, and where it must agree, again."""
+    policy = poll.policy
+    if not policy.witnesses or freeze.kind == "init":
+        return freeze
+    asked_s = stalled_s - seconds(freeze.asked_at, poll.at) if freeze.asked_at else -1.0
+    points = _points(freeze, stalled_s, due_s, policy, idle=idle)
+    if not any(asked_s < point <= stalled_s for point in points):
+        return freeze
+    if freeze.kind == "unresponsive":
+        ranks = freeze.silent[:_ASK_AT_MOST]
+    elif _must_agree(freeze, idle=idle) or policy.fast_confirm_s:
+        ranks = tuple(sorted(freeze.processes.keys() - set(freeze.departed)))
+    else:
+        ranks = freeze.lagging[:_ASK_AT_MOST]
+    return replace(freeze, asked_at=poll.at, asked=ranks, testimony=None)
+
+
+def _points(
+    freeze: Freeze, stalled_s: float, due_s: float, policy: HangPolicy, *, idle: bool
+) -> Iterable[float]:
+    """Seconds of a stall at which a witness is wanted."""
+    beforedue_of = max(0.0, due_s - policy.lead_s(freeze.kind))
+    points = [beforedue_of]
+    if freeze.kind == "unresponsive":
+        points.append(min(policy.suspect_after_s, beforedue_of))
+    if freeze.kind == "mismatch" and policy.fast_confirm_s:
+        points.append(max(0.0, policy.fast_confirm_s - policy.lead_s(freeze.kind)))
+    if _must_agree(freeze, idle=idle) or freeze.kind == "unresponsive":
+        again_s = policy.confirm_s(freeze.kind)
+        points.append(beforedue_of + max(0.0, (stalled_s - beforedue_of) // again_s) * again_s)
+    return points
+
+
+def _must_agree(freeze: Freeze, *, idle: bool) -> bool:
+    """Whether counts prove so little that a freeze is confirmed only by a witness."""
+    return freeze.kind == "symmetric" or bool(freeze.departed) or idle
+
+
+def verdict_of(  # noqa: PLR0911  a table, one line for each row
+    freeze: Freeze, stalled_s: float, due_s: float, at: datetime, policy: HangPolicy, *, idle: bool
+) -> tuple[bool, str]:
+    """Whether a freeze is a hang now, and why or why not.
+
+    | kind | what confirms it at its confirm time |
+    | --- | --- |
+    | mismatch | nobody moved; no witness needed, but one that sees a rank work extends the time, once |
+    | mismatch, some ranks leaving, or idle | a witness that sees every other rank wait |
+    | unresponsive | a report without timeouts named it, and its process is not seen to be gone |
+    | symmetric | a witness that sees every rank wait |
+    | init | nobody got further |
+    """
+    said = freeze.testimony
+    reason = _join(freeze.remark, _NEEDS.get(freeze.kind, ""), said.reason if said else "")
+    must_agree = _must_agree(freeze, idle=idle)
+    if freeze.kind == "mismatch" and not must_agree and said and said.strong and policy.fast_confirm_s:
+        due_s = min(due_s, policy.fast_confirm_s)
+    if stalled_s < due_s:
+        return False, reason
+    if freeze.kind == "init":
+        return True, reason
+    if freeze.kind == "unresponsive" and not freeze.exact:
+        return False, _join(reason, "only reports with timeouts named it, which may name healthy ranks")
+    if not policy.witnesses:
+        return not must_agree, _join(reason, "nobody could look at the processes")
+    if said is None:
+        waited_s = seconds(freeze.asked_at, at) if freeze.asked_at else 0.0
+        late = waited_s >= policy.patience_s(freeze.kind)
+        return late and not must_agree, _join(reason, "no witness answered in time" if late else "")
+    if must_agree:
+        return said.finding == "stuck", reason
+    return said.finding != "gone", reason
+
+
+_NEEDS = {
+    "symmetric": (
+        "all ranks launched the same and the whole job stands still, which launch counts cannot tell from a "
+        "job that is busy elsewhere"
+    )
+}
+
+
+def _join(*parts: str) -> str:
+    return "; ".join(part for part in parts if part)
