@@ -26,7 +26,7 @@ from tasks.hang.pace import advice, pace, suspended
 from tasks.hang.policy import KINDS
 from tasks.hang.report import RasReport
 from tasks.hang.run import Attempt
-from tasks.hang.states import Blank, Confirmed, Event, Progressing, Sighting, Suspected
+from tasks.hang.states import Blank, Confirmed, Event, Sighting, Suspected
 from tasks.hang.window import Window
 from tasks.hang.witness import Witness
 from tasks.ownership import (
@@ -232,9 +232,7 @@ class Shift:
     def moves(self) -> bool:
         """Whether something in the attempt progresses, and nothing is suspected."""
         states = self.window.communicators.values()
-        return any(isinstance(state, Progressing) for state in states) and not any(
-            isinstance(state, Suspected | Confirmed) for state in states
-        )
+        return self.window.moves and not any(isinstance(state, Suspected | Confirmed) for state in states)
 
     def _refresh(self) -> None:
         """Find the attempt again: at each poll where the in-job part tells, else after a failed poll and

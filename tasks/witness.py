@@ -7,7 +7,7 @@ from typing import Any
 from tasks.hang.errors import RankwatchError
 from tasks.hang.run import Attempt, Node, Rank
 from tasks.hang.witness import Look, Question, Witness, read_look, unseen
-from tasks.ownership import now
+from tasks.ownership import steady_now
 from tasks.wiring import Eyes
 
 # Beyond the gap: to start a task on the node and, of that, for the samples themselves.
@@ -50,7 +50,7 @@ def ask(
             looks.update(seen)
             failures += [failure] if failure else []
     return Witness(
-        observed_at=now(),
+        observed_at=steady_now(),
         communicator=question.communicator,
         looks=tuple(looks[number] for number in question.ranks),
         reason=_nothing(looks, failures),

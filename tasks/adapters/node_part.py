@@ -646,7 +646,7 @@ _RECORDER_S = 2.0
 
 def _look_twice(request: dict[str, Any]) -> dict[str, Any]:
     """What each process does: all are looked at side by side, then a pause, then all again. With a gap of 0
-    they are looked at once. Nothing is signalled, and what is stopped stays stopped.
+    they are looked at once. What is stopped stays stopped.
     """
     began, deadline_s, gap_s = time.monotonic(), float(request["deadline_s"]), float(request["gap_s"])
     until = began + deadline_s
@@ -693,9 +693,10 @@ class _Subject:
         self.finished[turn] = True
 
     def answer(self, turns: int) -> dict[str, Any]:
+        """What is known by now; a sample that is still being taken is copied as far as it got."""
         taken = [dict(sample) for sample in self.samples if sample is not None]
-        words = ("first", "second")[:turns]
-        cut = [f"cut: the {word} sample did not end in time" for word in words if not self._ended(word)]
+        late = [name for turn, name in enumerate(("first", "second")[:turns]) if not self.finished[turn]]
+        cut = [f"cut: the {name} sample did not end in time" for name in late]
         return {
             "start_ticks": self.start_ticks,
             "state": taken[-1]["state"] if taken else "",
@@ -703,9 +704,6 @@ class _Subject:
             "ticks_per_s": os.sysconf("SC_CLK_TCK"),
             "failed": [*self.failed, *cut],
         }
-
-    def _ended(self, word: str) -> bool:
-        return self.finished[0 if word == "first" else 1]
 
     def _fail(self, reason: str) -> None:
         if reason not in self.failed:  # both samples fail alike

@@ -6,7 +6,7 @@ time than a JSON parser needs for it, and less memory than its text.
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import cached_property, lru_cache
 from itertools import chain, repeat
 from sys import intern
@@ -234,16 +234,19 @@ def read(key: str, size: int, raw: bytes | Raw, start: int, end: int) -> Communi
 
 def _read_by_layout(key: str, size: int, raw: bytes, start: int, end: int) -> Communicator | None:
     found = layout.members(raw, start, end)
-    rest = layout.rest(raw, found.end, end) if found else None
-    if found is None or rest is None:
+    absent = layout.missing(raw, found.end, end) if found else None
+    if found is None or absent is None:
+        return None
+    numbers = _NUMBERS.decode(b"[" + b",".join(found.numbers) + b"]")
+    if len(numbers) != len(found.places):
         return None
     return Communicator(
         key=key,
         size=size,
-        numbers=_NUMBERS.decode(b"[" + b",".join(found.numbers) + b"]"),
+        numbers=numbers,
         places=tuple(map(_place_of, found.places)),
         told=_in_a_row((_told_in(text), times) for text, times in found.states),
-        missing=tuple(map(_missing_rank, _absent(rest))),
+        missing=tuple(map(_missing_rank, _ABSENT.decode(mend(absent) or absent))) if absent else (),
     )
 
 
@@ -265,10 +268,6 @@ def _body(text: memoryview) -> _Body:
         if mended is None:
             raise
         return _BODY.decode(mended)
-
-
-def _absent(text: bytes) -> Sequence[_Missing]:
-    return _ABSENT.decode(mend(text) or text)
 
 
 def mend(text: bytes) -> bytes | None:

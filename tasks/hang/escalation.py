@@ -258,7 +258,7 @@ def verdict_of(  # noqa: PLR0911  a table, one line for each row
     if freeze.kind == "unresponsive" and not freeze.exact:
         return False, _join(reason, "only reports with timeouts named it, which may name healthy ranks")
     if not policy.witnesses:
-        return not must_agree, _join(reason, "nobody could look at the processes")
+        return not must_agree, _join(reason, "nobody can look at the processes" if must_agree else "")
     if said is None:
         waited_s = seconds(freeze.asked_at, at) if freeze.asked_at else 0.0
         late = waited_s >= policy.patience_s(freeze.kind)

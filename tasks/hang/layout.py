@@ -7,6 +7,7 @@ NCCL's the answer is None, and the caller reads the long way. Nothing here tells
 JSON for the caller to decode, and together they are all of the document.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 _OPENING = b'\n  "communicators": ['
@@ -20,6 +21,8 @@ _FIRST_RANK = b'\n        {\n          "rank": '
 _NEXT_RANK = b'\n        },\n        {\n          "rank": '
 _RANK_END = b"\n        }"
 _RANKS_END = b'\n        }\n      ],\n      "missing_ranks": ['
+_COMMA = ord(",")
+_NOBODY = b"[\n\n      ]\n    }"
 _STATUS = b',\n          "status": {'
 # It begins and ends where the search for it is fastest, of all places that say the same.
 _RUNNING = b"""us": {
@@ -34,6 +37,7 @@ _EDGE_BYTES = 4096
 _RANK_BYTES = 400  # less than any rank that answered takes
 _PLACE_BYTES = 1024  # a rank up to its status takes about 130
 _NUMBER_BYTES = 12
+_STRETCH_BYTES = 2400
 
 
 class Members(NamedTuple):
@@ -42,7 +46,8 @@ class Members(NamedTuple):
     Args:
         numbers: What stands behind `"rank": `, of each rank.
         places: What stands between that and its status, from the comma on: host, pid and devices.
-        states: From the comma before the status to the end, and of how many ranks in a row.
+        states: From the comma before the status to the end, and of how many ranks in a row; the next row may
+            say the same.
         end: The offset of the bracket that opens the missing ranks.
     """
 
@@ -67,78 +72,111 @@ def around(raw: bytes) -> tuple[int, int] | None:
     return first + _INDENT, last
 
 
-def head_end(raw: bytes, start: int, last: int) -> int:
-    """The offset in a communicator at which its ranks begin; -1 where they do not."""
-    return raw.find(_RANKS, start, min(last, start + _EDGE_BYTES))
+class Head(NamedTuple):
+    """What a communicator says of itself before its ranks."""
+
+    key: str
+    size: int
+    ranks_count: int
+    missing_ranks_count: int
 
 
-def record_end(raw: bytes, start: int, last: int, ranks_count: int) -> int:
-    """The offset behind a communicator.
+def records(
+    raw: bytes, start: int, last: int, read_head: Callable[[bytes], Head]
+) -> list[tuple[Head, int, int]] | None:
+    """Tell the communicators from each other; None where one has no ranks.
 
-    What its ranks take at least is skipped. One that names more ranks than it has is thus taken together with
-    the next one; then there are fewer communicators than the document says.
+    What the ranks of one take at least is skipped. A communicator that names more ranks than it has is thus
+    taken together with the next one; then there are fewer of them than the document says.
+
+    Args:
+        raw: The document.
+        start: Offset of the first one.
+        last: Offset behind the last one.
+        read_head: Understands the text from the opening brace to the line that opens the ranks.
+
+    Returns:
+        What each says of itself, its offset, and the offset behind it.
     """
-    found = raw.find(_NEXT_RECORD, start + ranks_count * _RANK_BYTES, last)
-    return found + len(_END) if found >= 0 else last
-
-
-def next_record(end: int) -> int:
-    """The offset of the communicator behind the one that ends there."""
-    return end + len(b",") + _INDENT
+    found: list[tuple[Head, int, int]] = []
+    find = raw.find
+    while start < last:
+        ranks = find(_RANKS, start, start + _EDGE_BYTES)
+        if not 0 <= ranks < last:
+            return None
+        head = read_head(raw[start:ranks])
+        begin = ranks + head.ranks_count * _RANK_BYTES
+        # In a short stretch Python searches without preparations that take longer than the search.
+        following = find(_NEXT_RECORD, begin, begin + _STRETCH_BYTES)
+        if following < 0:
+            following = find(_NEXT_RECORD, begin, last)
+        end = following + len(_END) if following >= 0 else last
+        found.append((head, start, end))
+        start = end + 1 + _INDENT
+    return found
 
 
 def running(raw: bytes, start: int, end: int) -> int:
-    """How many ranks of a communicator say that they run and have no error."""
+    """How many ranks in a part of the document say that they run and have no error."""
     return raw.count(_RUNNING, start, end)
 
 
 def members(raw: bytes, start: int, end: int) -> Members | None:
     """Take the ranks of a communicator apart; None where they are laid out otherwise.
 
-    Most ranks say the same behind their status, so that is compared with what the one before said, and only
-    looked for where it differs.
+    A rank mostly takes as many bytes as the one before it, and says the same behind its place: so that is
+    tried first, and looked for only where it is not so.
     """
     at = raw.find(_RANKS, start, end) + len(_RANKS)
     if at < start + len(_RANKS) or not raw.startswith(_FIRST_RANK, at, end):
         return None
     at += len(_FIRST_RANK)
-    found = Members([], [], [], 0)
-    numbers, places = found.numbers.append, found.places.append
-    find, startswith = raw.find, raw.startswith
-    state, same, in_a_row = b"", _RANK_END, 0
+    numbers: list[bytes] = []
+    places: list[bytes] = []
+    states: list[tuple[bytes, int]] = []
+    same, state, in_a_row = _NEXT_RANK, b"", 0
+    number_bytes = place_bytes = 0
+    startswith, add_number, add_place = raw.startswith, numbers.append, places.append
     while True:
-        comma = find(b",", at, at + _NUMBER_BYTES)
-        status = find(_STATUS, comma, at + _PLACE_BYTES)
-        if comma < 0 or status < 0:
-            return None
-        numbers(raw[at:comma])
-        places(raw[comma:status])
+        comma = at + number_bytes
+        status = comma + place_bytes
+        if not (startswith(same, status) and raw[comma] == _COMMA):
+            comma = raw.find(b",", at, at + _NUMBER_BYTES)
+            status = raw.find(_STATUS, comma, at + _PLACE_BYTES)
+            if comma < 0 or status < 0:
+                return None
+            number_bytes, place_bytes = comma - at, status - comma
+        add_number(raw[at:comma])
+        add_place(raw[comma:status])
         if startswith(same, status):
             in_a_row += 1
             at = status + len(same)
             continue
-        stop = find(_RANK_END, status, end)
+        stop = raw.find(_RANK_END, status, end)
         if stop < 0:
             return None
-        if raw[status:stop] != state:
-            if in_a_row:
-                found.states.append((state, in_a_row))
-            state, in_a_row = raw[status:stop], 0
-            same = state + _NEXT_RANK
-        in_a_row += 1
+        states.append((state, in_a_row))
+        state, in_a_row = raw[status:stop], 1
+        same = state + _NEXT_RANK
         if startswith(_NEXT_RANK, stop):
             at = stop + len(_NEXT_RANK)
         elif startswith(_RANKS_END, stop):
-            found.states.append((state, in_a_row))
-            return found._replace(end=stop + len(_RANKS_END) - 1)
+            return Members(numbers, places, [*states[1:], (state, in_a_row)], stop + len(_RANKS_END) - 1)
         else:
             return None
 
 
-def rest(raw: bytes, start: int, end: int) -> bytes | None:
-    """The missing ranks of a communicator, from the bracket at `start` on, as a list; None where something
-    stands behind them.
+def missing(raw: bytes, start: int, end: int) -> bytes | None:
+    """The missing ranks of a communicator as a list, empty where there are none; None where something stands
+    behind them.
+
+    Args:
+        raw: The document.
+        start: Offset of the bracket that opens them.
+        end: Offset behind the communicator.
     """
+    if raw[start:end] == _NOBODY:
+        return b""
     return raw[start : end - len(_END)] if raw.endswith(_END, start, end) else None
 
 

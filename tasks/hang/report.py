@@ -7,9 +7,11 @@ is noticed there, and not before. What the counters mean: launches per collectiv
 communicator was made, not completions; the rank is the rank in that communicator.
 """
 
+from functools import cached_property, lru_cache
+
 import msgspec
-import xxhash
 from msgspec import Raw, Struct
+from xxhash import xxh3_128_hexdigest
 
 from tasks.hang import communicator, layout
 from tasks.hang.communicator import MISSING_COMMA, UNREADABLE, Communicator, MissingRank, RankState, Status
@@ -18,14 +20,35 @@ from tasks.hang.errors import RasMalformed, RasTruncated
 __all__ = ["Communicator", "MissingRank", "RankState", "RasReport", "Record", "Status", "parse_report"]
 
 
-class Record(Struct, frozen=True, kw_only=True, gc=False):
+class _Source:
+    """What records stand in: the document in NCCL's layout, or of any other layout the record alone.
+
+    Args:
+        ranks_count: Ranks that answered, in all of its records.
+    """
+
+    def __init__(self, raw: bytes | Raw, ranks_count: int) -> None:
+        self.raw = raw
+        self.ranks_count = ranks_count
+
+    @cached_property
+    def runs(self) -> bool:
+        """Whether all ranks say that they run: one pass for many small communicators."""
+        return isinstance(self.raw, bytes) and self.running(0, len(self.raw)) == self.ranks_count
+
+    def running(self, start: int, end: int) -> int:
+        """How many ranks in a part of it say that they run; 0 where that cannot be told."""
+        return layout.running(self.raw, start, end) if isinstance(self.raw, bytes) else 0
+
+
+class Record(Struct, frozen=True, gc=False):
     """A communicator as received: enough to tell whether anything in it changed.
 
     It holds on to the document that it stands in, and copies nothing of it.
 
     Args:
         digest: Of the whole record: counts, states and missing ranks.
-        raw: What it stands in: the document in NCCL's layout, or of any other layout the record alone.
+        source: What it stands in.
         start: Its offset there.
         end: The offset behind it.
     """
@@ -35,32 +58,26 @@ class Record(Struct, frozen=True, kw_only=True, gc=False):
     ranks_count: int
     missing_ranks_count: int
     digest: str
-    raw: bytes | Raw
+    source: _Source
     start: int
     end: int
-
-    def __repr__(self) -> str:
-        return f"Record({self.key!r}, size={self.size}, digest={self.digest!r})"
 
     @property
     def exact(self) -> bool:
         """Whether it was found by its layout."""
-        return isinstance(self.raw, bytes)
+        return isinstance(self.source.raw, bytes)
 
     @property
     def plain(self) -> bool:
         """Whether as many ranks as the communicator has say that they run and have no error, and nobody is
-        missing. It costs a pass over the bytes of the record, and is told without decoding.
+        missing. It costs a pass over the bytes of the report, once, and is told without decoding.
 
         False is no statement: look inside.
         """
-        if (
-            self.missing_ranks_count
-            or not self.size == self.ranks_count > 0
-            or not isinstance(self.raw, bytes)
-        ):
+        if self.missing_ranks_count or not self.size == self.ranks_count > 0:
             return False
-        return layout.running(self.raw, self.start, self.end) == self.size
+        source = self.source
+        return source.runs or source.running(self.start, self.end) == self.size
 
     def decode(self) -> Communicator:
         """Look inside.
@@ -69,7 +86,7 @@ class Record(Struct, frozen=True, kw_only=True, gc=False):
             RasMalformed: it is no JSON, a rank has no number, or a value is of another type than NCCL's.
         """
         try:
-            return communicator.read(self.key, self.size, self.raw, self.start, self.end)
+            return communicator.read(self.key, self.size, self.source.raw, self.start, self.end)
         except UNREADABLE as error:
             raise RasMalformed(
                 f"RAS report: communicator {self.key}: {error}.",
@@ -99,7 +116,7 @@ class RasReport(Struct, frozen=True, kw_only=True):
         return sum(record.ranks_count + record.missing_ranks_count for record in self.records.values())
 
 
-class _Head(Struct):
+class _Head(Struct, gc=False):
     hash: str
     secondary_hash: str = ""
     size: int = 0
@@ -152,15 +169,13 @@ def parse_report(raw: bytes) -> RasReport:
     kept: dict[str, Record] = {}
     dropped = 0
     for record in records:
-        key = record.key
-        if record.size == 0 or not key.partition("/")[0].strip("0x"):
-            dropped += 1
-        elif key not in kept:
-            kept[key] = record
-        else:
-            dropped += 1
-            if record.ranks_count > kept[key].ranks_count:
-                kept[key] = record
+        known = kept.get(record.key)
+        if record.key and known is None:
+            kept[record.key] = record
+            continue
+        dropped += 1
+        if known is not None and record.ranks_count > known.ranks_count:
+            kept[record.key] = record
     ras = document.ras or _Ras()
     return RasReport(
         nccl_version=document.nccl_version,
@@ -179,54 +194,52 @@ def _split(raw: bytes) -> tuple[_Document, list[Record], bool] | None:
     if place is None:
         return None
     start, last = place
-    records: list[Record] = []
     try:
         document = _DOCUMENT.decode(raw[:start] + raw[last:])
-        while start < last:
-            head_end = layout.head_end(raw, start, last)
-            if head_end < 0:
-                return None
-            head = _FULL_HEAD.decode(raw[start:head_end] + b'"ranks":0}')
-            if head.ranks_count < 0:
-                return None
-            end = layout.record_end(raw, start, last, head.ranks_count)
-            records.append(_record(head, raw, start, end))
-            start = layout.next_record(end)
+        found = layout.records(raw, start, last, _full_head)
     except UNREADABLE:
         return None
-    if len(records) != document.communicators_count:
+    if found is None or len(found) != document.communicators_count:
         return None
-    return document, records, any(map(_lacks_commas, records))
+    source, view = _Source(raw, sum(head.ranks_count for head, _, _ in found)), memoryview(raw)
+    records = [
+        Record(*head, xxh3_128_hexdigest(view[start:end]), source, start, end) for head, start, end in found
+    ]
+    return (
+        document,
+        records,
+        any(r.missing_ranks_count and _lacks_commas(raw, r.start, r.end) for r in records),
+    )
+
+
+# The head of a communicator is the same at each poll.
+@lru_cache(maxsize=1 << 13)
+def _full_head(text: bytes) -> layout.Head:
+    head = _FULL_HEAD.decode(text + b'"ranks":0}')
+    if head.ranks_count < 0:
+        raise ValueError("fewer ranks than none")
+    return layout.Head(_key(head), head.size, head.ranks_count, head.missing_ranks_count)
+
+
+def _key(head: _Head | _FullHead) -> str:
+    """The name of a communicator, empty where it has none."""
+    return f"{head.hash}/{head.secondary_hash}" if head.size and head.hash.strip("0x") else ""
+
+
+def _lacks_commas(raw: bytes, start: int, end: int) -> bool:
+    return MISSING_COMMA.search(raw, layout.missing_start(raw, start, end), end) is not None
 
 
 def _decoded(raw: bytes) -> tuple[_Document, list[Record], bool]:
     """Split any other document: all of it is read as JSON."""
     document, repaired = _document(raw)
-    records = [
-        _record(_head(text, position), text, 0, len(memoryview(text)))
-        for position, text in enumerate(document.communicators)
-    ]
+    records = []
+    for position, text in enumerate(document.communicators):
+        head, view = _head(text, position), memoryview(text)
+        counts = (head.size, head.ranks_count, head.missing_ranks_count)
+        digest = xxh3_128_hexdigest(view)
+        records.append(Record(_key(head), *counts, digest, _Source(text, head.ranks_count), 0, len(view)))
     return document, records, repaired
-
-
-def _record(head: _Head | _FullHead, raw: bytes | Raw, start: int, end: int) -> Record:
-    return Record(
-        key=f"{head.hash}/{head.secondary_hash}",
-        size=head.size,
-        ranks_count=head.ranks_count,
-        missing_ranks_count=head.missing_ranks_count,
-        digest=xxhash.xxh3_128_hexdigest(memoryview(raw)[start:end]),
-        raw=raw,
-        start=start,
-        end=end,
-    )
-
-
-def _lacks_commas(record: Record) -> bool:
-    if not record.missing_ranks_count or not isinstance(record.raw, bytes):
-        return False
-    begin = layout.missing_start(record.raw, record.start, record.end)
-    return MISSING_COMMA.search(record.raw, begin, record.end) is not None
 
 
 def _document(raw: bytes) -> tuple[_Document, bool]:

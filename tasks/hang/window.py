@@ -95,12 +95,21 @@ class Window(Struct, frozen=True, kw_only=True):
 
     @property
     def stalled(self) -> dict[str, Freeze]:
-        """All freezes, from the first repeated report on, but for those whose ranks go on elsewhere."""
+        """All freezes that a second report showed, but for those whose ranks go on elsewhere."""
         return {
             key: state.freeze
             for key, state in self.communicators.items()
-            if isinstance(state, Frozen | Suspected | Confirmed)
+            if isinstance(state, Frozen | Suspected | Confirmed) and state.freeze.polls
         }
+
+    @property
+    def moves(self) -> bool:
+        """Whether the last report showed something progress."""
+        return any(
+            isinstance(state, Progressing)
+            or (isinstance(state, Frozen) and not state.freeze.polls and state.freeze.kind != "symmetric")
+            for state in self.communicators.values()
+        )
 
     @property
     def questions(self) -> tuple[Question, ...]:

@@ -21,7 +21,9 @@ from tasks.hang.window import Window
 
 _ROWS = 200
 _TOLD_AT_ONCE = 8
-_ORDER = ("hung", "suspected", "standing still", "idle", "leaving", "not observable by RAS", "progressing")
+_ORDER = (
+    "hung", "suspected", "standing still", "idle", "leaving", "not observable by RAS", "quiet", "progressing",
+)  # fmt: skip
 
 ActionFor = Callable[[FreezeKind], Action]
 
@@ -134,6 +136,8 @@ _WORDS: dict[type, str] = {
 def _word(state: State) -> str:
     if isinstance(state, Aside):
         return "leaving" if state.what == "leaving" else "not observable by RAS"
+    if isinstance(state, Frozen) and not state.freeze.polls:
+        return "quiet" if state.freeze.kind == "symmetric" else "progressing"
     return _WORDS[type(state)]
 
 

@@ -279,6 +279,7 @@ def test_a_policy_that_cannot_work_is_refused_by_name(fields, text):
 
 
 @given(data=st.data())
+@settings(deadline=None)
 def test_the_order_of_ranks_and_communicators_does_not_matter(data):
     groups = [
         communicator(
@@ -361,6 +362,18 @@ class WindowMachine(RuleBasedStateMachine):
         self.window, self.events = advance(self.window, Blank(at(self.seconds), "no answer"), POLICY)
         assert all(event.event == "blind" for event in self.events)
 
+    @precondition(lambda self: self.window.questions)
+    @rule(
+        state=st.sampled_from(["running", "stopped", "gone", "unknown"]), moved=st.sampled_from(["", "CPU"])
+    )
+    def testify(self, state, moved):
+        question = self.window.questions[0]
+        looks = tuple(Look(rank=i, state=state, moved=moved, same_frames=True) for i in question.ranks)
+        answer = Witness(observed_at=at(self.seconds), communicator=question.communicator, looks=looks)
+        self.window, self.events = advance(self.window, answer, POLICY)
+        if state == "gone":
+            assert "confirmed" not in [event.event for event in self.events if event.kind == "unresponsive"]
+
     @precondition(lambda self: self.window.stalled)
     @rule()
     def forget_nothing(self):
@@ -376,7 +389,7 @@ class WindowMachine(RuleBasedStateMachine):
             assert moved_after_last_poll or apart or freeze.kind == "unresponsive"
 
 
-WindowMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+WindowMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestWindowMachine = WindowMachine.TestCase
 
 
