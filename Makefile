@@ -23,7 +23,7 @@ test: $(READY) ## unit, contract, integration and one end-to-end test
 unit: $(READY)
 	$(BIN)/python -m pytest tests/unit tests/contract
 
-e2e: $(READY) ## all end-to-end tests: the demo, and killing the watch in every way (15 minutes)
+e2e: $(READY) ## all end-to-end tests: the demo, and killing the watch in every way (25 minutes)
 	$(BIN)/python -m pytest tests/e2e
 
 lint: $(READY)

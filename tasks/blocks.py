@@ -135,3 +135,4 @@ class Claim(Block):
 
     owner: str = Field(description="machine:pid:start of the process that made it")
     since: datetime = Field(description="When it was made")
+    token: str = Field("", description="Tells a request that was sent twice from two who ask")

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
 from typing import Any, TypeVar
-from uuid import UUID
+from uuid import UUID, uuid4
 
 import httpx
 from msgspec import Struct
@@ -91,11 +91,14 @@ def claim(name: str, *, is_dead: Callable[[Claim], bool], owner: str | None = No
         True for exactly one of all who ask; for another one only after the holder is dead.
     """
     candidate, number = name, 1
+    ours = Claim(owner=owner or identity(), since=now(), token=uuid4().hex)
     while True:
         try:
-            _create(candidate, Claim(owner=owner or identity(), since=now()))
+            _create(candidate, ours)
         except ObjectAlreadyExists:
             holder = _read(candidate, Claim)
+            if holder is not None and holder[0].token == ours.token:
+                return True  # it was made, the answer was lost, and the request was sent again
             if holder is None or not is_dead(holder[0]):
                 return False
             number += 1
@@ -155,7 +158,7 @@ def take_window(slug: str, run_name: str, *, flow_run_id: str, stale_after_s: fl
         }
     )
     if document_id is None:
-        document_id = _create(slug, mine)
+        document_id = _store(slug, mine)
     else:
         _update(document_id, mine.model_dump(mode="json", exclude={"window"}))
     _sweep_claims(slug, epoch)
@@ -211,11 +214,7 @@ def claim_phase(tenure: Tenure | None, incident_id: str, phase: str) -> bool:
 
 def save_incident(incident_id: str, incident: Incident) -> None:
     """Store how far an incident got."""
-    found = _read(incident_id, Incident)
-    if found is None:
-        _create(incident_id, incident)
-    else:
-        _update(found[1], incident.model_dump(mode="json"))
+    _store(incident_id, incident)
 
 
 def load_incident(incident_id: str) -> Incident | None:
@@ -243,6 +242,22 @@ def _create(name: str, block: Block) -> UUID:
     )
     with server() as client:
         return client.create_block_document(document).id
+
+
+def _store(name: str, block: Block) -> UUID:
+    """Write a document whether it is there or not. A request is sent again when its answer is lost, and finds
+    then what it made itself.
+    """
+    found = _read(name, type(block))
+    if found is None:
+        try:
+            return _create(name, block)
+        except ObjectAlreadyExists:
+            found = _read(name, type(block))
+            if found is None:
+                raise
+    _update(found[1], block.model_dump(mode="json"))
+    return found[1]
 
 
 @lru_cache(maxsize=32)

@@ -8,7 +8,8 @@ launches, as in NCCL; the hashes, GPU numbers and CUDA versions are made up, and
 
 Every answer is taken anew from all ranks. A rank whose process is there but silent (stopped) is missing and
 unresponsive, and considered dead after 60 s, for good, as in NCCL; so is one whose process is gone while
-others live. An attempt without any process is not shown.
+others live. Only the first query after that waits for it, and counts a timeout. A communicator of which no
+rank answers is not shown.
 """
 
 import argparse
@@ -110,7 +111,7 @@ class Standin:
                 for group in groups_of(member.launches for member in members.values())
             ]
         return RasSnapshot(
-            communicators=[comm for comm in communicators if comm.size > 1],
+            communicators=[comm for comm in communicators if comm.size > 1 and comm.ranks],
             nccl_version=NCCL_VERSION,
             timeouts_count=newly_silent,
             collection_time_s=self._clock() - began,
@@ -130,12 +131,20 @@ class Standin:
         """Ask all ranks at once; returns how many fell silent since the last time."""
         members = [member for group in self._attempts.values() for member in group.values()]
         with ThreadPoolExecutor(max_workers=_ASKED_AT_ONCE) as pool:
-            answers = list(pool.map(lambda member: self._ask(member.path, member.pid), members))
+            answers = list(pool.map(self._answer_of, members))
         newly_silent = 0
         for member, answer in zip(members, answers, strict=True):
             newly_silent += answer == "silent" and member.state == "answers"
             self._note(member, answer)
         return newly_silent
+
+    def _answer_of(self, member: Member) -> Answer:
+        """Ask a rank. One that fell silent is not waited for again while its process is stopped: a query of
+        NCCL, too, takes long only until the peers have given a process up.
+        """
+        if member.state == "silent" and is_stopped(member.pid):
+            return "silent"
+        return self._ask(member.path, member.pid)
 
     def _note(self, member: Member, answer: Answer) -> None:
         if isinstance(answer, str):
@@ -215,6 +224,15 @@ def ask_rank(path: Path, pid: int, deadline_s: float = _ASK_S) -> Answer:
         return dump
     finally:
         connection.close()
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process is there and stopped (SIGSTOP, or a debugger)."""
+    try:
+        state = Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state in "Tt"
 
 
 def main(arguments: list[str] | None = None) -> None:

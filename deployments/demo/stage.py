@@ -175,12 +175,18 @@ class Stage:
             *("--host", _HOST, "--port", str(self._ports["ras"])),
         )
 
-    def submit_job(self, *, steps: int, step_s: float) -> str:
-        """Submit the training job; returns its submission id."""
+    def submit_job(self, *, steps: int, step_s: float, fault: str = "skip") -> str:
+        """Submit the training job; returns its submission id.
+
+        Args:
+            steps: Of the training run.
+            step_s: Seconds that a step takes at least.
+            fault: What makes it hang, see train.py.
+        """
         train = [
             *(sys.executable, "-m", "deployments.demo.train", "--run-name", RUN_NAME),
             *("--storage-path", str(self.storage), "--workers", str(WORKERS)),
-            *("--steps", str(steps), "--step-s", str(step_s)),
+            *("--steps", str(steps), "--step-s", str(step_s), "--fault", fault),
         ]
         env = {
             "NCCL_RAS_ADDR": self.ras,

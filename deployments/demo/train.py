@@ -1,13 +1,18 @@
 """The training job of the demo: a Ray Train run with a bug that a person could have written.
 
-Four ranks fit a small network, each on its own shard, and average their gradients after each step. A rank
-whose loss is not finite skips its step, and with it the averaging that the others wait in: it goes on to
-`ray.train.report`, where Ray waits for all ranks, while the others wait for it in all_reduce. Nobody moves
-again, and nobody fails.
+Four ranks fit a small network, each on its own shard, and average their gradients after each step. Which bug
+is chosen with --fault; whichever it is, nobody moves again, and nobody fails.
 
-One record of shard 2 was cut off when it was written. A run that starts from step 0 draws it in step 12. The
+skip: a rank whose loss is not finite skips its step, and with it the averaging that the others wait in: it
+goes on to `ray.train.report`, where Ray waits for all ranks, while the others wait for it in all_reduce. One
+record of shard 2 was cut off when it was written. A run that starts from step 0 draws it in step 12. The
 order of records depends on the step that training starts from, so that a resumed run does not see the same
 records again; no order of a resumed run comes to that record within 200 steps (tests/unit/test_demo_data.py).
+
+symmetric: the warm-up of a run that starts from step 0 ends with step 12. Then each rank is to go on with
+the momentum of its neighbour, and asks for it with a broadcast whose source is that neighbour. A broadcast
+has one source for all: here each rank waits to receive, and none sends. All have launched the same. A resumed
+run has no warm-up.
 
     python -m deployments.demo.train --storage-path /tmp/demo --run-name demo
 
@@ -26,7 +31,7 @@ import logging
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import ray.train
 import torch
@@ -42,6 +47,8 @@ CORRUPT_SHARD = 2
 CORRUPT_RECORD = 54_905
 HANGS_AT_STEP = 12
 
+Fault = Literal["skip", "symmetric", "none"]
+
 logger = logging.getLogger("ray.train.demo")
 
 
@@ -50,8 +57,12 @@ def order_of_records(first_step: int) -> torch.Tensor:
     return torch.randperm(SHARD_RECORDS, generator=torch.Generator().manual_seed(first_step))
 
 
-def load_shard(shard: int) -> tuple[torch.Tensor, torch.Tensor]:
+def load_shard(shard: int, *, corrupt: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
     """The records of a shard as they were written.
+
+    Args:
+        shard: Its number.
+        corrupt: Whether the one record was cut off.
 
     Returns:
         Inputs of shape (SHARD_RECORDS, FEATURES) and targets of shape (SHARD_RECORDS, 1), float32.
@@ -60,7 +71,7 @@ def load_shard(shard: int) -> tuple[torch.Tensor, torch.Tensor]:
     inputs = torch.randn(SHARD_RECORDS, FEATURES, generator=source)
     weights = torch.linspace(-1.0, 1.0, FEATURES).unsqueeze(1)
     targets = torch.tanh(inputs @ weights) + 0.1 * torch.randn(SHARD_RECORDS, 1, generator=source)
-    if shard == CORRUPT_SHARD:
+    if corrupt and shard == CORRUPT_SHARD:
         inputs[CORRUPT_RECORD, FEATURES // 2 :] = torch.nan
     return inputs, targets
 
@@ -86,11 +97,18 @@ def descend(model: nn.Module, velocity: dict[str, torch.Tensor]) -> None:
             parameter.sub_(0.05 * velocity[name])
 
 
+def pass_momentum_on(velocity: dict[str, torch.Tensor]) -> None:
+    """Take over the momentum of the next rank. The bug of `symmetric`: this wants a send and a receive."""
+    neighbour = (dist.get_rank() + 1) % dist.get_world_size()
+    for momentum in velocity.values():
+        dist.broadcast(momentum, src=neighbour)
+
+
 def train_loop(config: dict[str, Any]) -> None:
     """What each rank runs.
 
     Args:
-        config: steps, step_s (seconds that a step takes at least), checkpoint_every (steps).
+        config: steps, step_s (seconds that a step takes at least), checkpoint_every (steps), fault.
     """
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -98,8 +116,11 @@ def train_loop(config: dict[str, Any]) -> None:
     model = nn.Sequential(nn.Linear(FEATURES, 64), nn.Tanh(), nn.Linear(64, 1)).to(device)
     velocity = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
     first_step = restore(model, velocity)
-    inputs, targets = load_shard(ray.train.get_context().get_world_rank())
+    rank = ray.train.get_context().get_world_rank()
+    inputs, targets = load_shard(rank, corrupt=config["fault"] == "skip")
     order = order_of_records(first_step)
+    if rank == 0:
+        print(f"training from step {first_step + 1} on", flush=True)
     for step in range(first_step, config["steps"]):
         end = time.monotonic() + config["step_s"]
         at = (step - first_step) * BATCH_RECORDS
@@ -111,10 +132,12 @@ def train_loop(config: dict[str, Any]) -> None:
             average_gradients(model)
             descend(model, velocity)
         else:
-            # The bug: a decision that all ranks have to take together is taken by one of them.
+            # The bug of `skip`: a decision that all ranks have to take together is taken by one of them.
             logger.warning("step %d: the loss is %s, batch skipped", step, loss.item())
+        if config["fault"] == "symmetric" and first_step == 0 and step == HANGS_AT_STEP:
+            pass_momentum_on(velocity)
         time.sleep(max(0.0, end - time.monotonic()))
-        if ray.train.get_context().get_world_rank() == 0:
+        if rank == 0:
             print(f"step {step + 1} of {config['steps']}, loss {loss.item():.3f}", flush=True)
         metrics = {"step": step, "loss": loss.item(), "started_from": first_step}
         report(metrics, model, velocity, keep=(step + 1) % config["checkpoint_every"] == 0)
@@ -157,6 +180,7 @@ def trainer(options: argparse.Namespace) -> TorchTrainer:
             "steps": options.steps,
             "step_s": options.step_s,
             "checkpoint_every": options.checkpoint_every,
+            "fault": options.fault,
         },
         torch_config=TorchConfig(backend=options.backend),
         scaling_config=ray.train.ScalingConfig(
@@ -174,6 +198,7 @@ def trainer(options: argparse.Namespace) -> TorchTrainer:
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description="The training job of the demo: it hangs once.")
+    parser.add_argument("--fault", choices=get_args(Fault), default="skip", help="what makes it hang")
     parser.add_argument("--storage-path", required=True)
     parser.add_argument("--run-name", required=True)
     parser.add_argument("--workers", type=int, default=4, help="3 or more: shard 2 holds the corrupt record")

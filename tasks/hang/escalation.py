@@ -144,8 +144,7 @@ def testify(  # noqa: PLR0917  as escalated, of which it is the other half
     idle = isinstance(state, Idle)
     testimony = weigh(state.freeze, witness, idle=idle)
     freeze = replace(state.freeze, testimony=testimony)
-    extend = testimony.finding == "moves" and freeze.kind == "mismatch" and not _must_agree(freeze, idle=idle)
-    extend = extend and not freeze.extended
+    extend = testimony.finding == "moves" and _may_extend(freeze, envelope_s, policy, idle=idle)
     freeze = replace(freeze, extended=freeze.extended or extend)
     stalled_s, due_s = stalled(freeze, seen_at, idle=idle), due_of(freeze, envelope_s, policy)
     confirmed, reason = verdict_of(freeze, stalled_s, due_s, seen_at, policy, idle=idle)
@@ -162,6 +161,15 @@ def testify(  # noqa: PLR0917  as escalated, of which it is the other half
             news = extend or testimony.finding == "gone"
             told = [step.event("still_suspected", testimony.reason + then)] if news else []
             return Suspected(freeze, told_at), told
+
+
+def _may_extend(freeze: Freeze, envelope_s: float, policy: HangPolicy, *, idle: bool) -> bool:
+    """Whether a rank that works buys time: once, and not by what was seen long before the confirm time."""
+    if freeze.kind != "mismatch" or freeze.extended or freeze.asked_at is None:
+        return False
+    asked_s = seconds(freeze.stalled_since, freeze.asked_at)
+    before_due_s = due_of(freeze, envelope_s, policy) - policy.lead_s(freeze.kind)
+    return asked_s >= before_due_s and not _must_agree(freeze, idle=idle)
 
 
 def confirm(step: _Step) -> tuple[State, list[Event]]:

@@ -120,8 +120,13 @@ def _headline(freeze: Freeze, key: str, suspects: Sequence[Standing], waiting: S
         return f"The {freeze.size} ranks of communicator {key} stand still ({freeze.kind}); {stand}."
     names = ", ".join(suspect.name for suspect in suspects)
     where = suspects[0].where if len(suspects) == 1 else "; ".join(s.where for s in suspects[:3])
+    name = f"{names[0].upper()}{names[1:]}"
+    if freeze.kind == "unresponsive":
+        verb = "does" if len(suspects) == 1 else "do"
+        said = f" ({freeze.testimony.reason})" if freeze.testimony else ""
+        return f"{name} {verb} not answer{said}; last seen in {where}."
     verb = "stands" if len(suspects) == 1 else "stand"
-    return f"{names[0].upper()}{names[1:]} {verb} in {where}."
+    return f"{name} {verb} in {where}."
 
 
 def _suspects(

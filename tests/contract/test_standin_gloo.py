@@ -1,119 +1,31 @@
 """The in-job worker server and the stand-in for RAS with real gloo processes: what is launched is served."""
 
-import multiprocessing as mp
 import os
-import pickle
 import signal
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
-from ray import cloudpickle
 
-from deployments.training_job.rankwatch_job import _remove_dead_sockets, start_in_worker
+from deployments.training_job.rankwatch_job import _remove_dead_sockets
 from tasks.adapters.node_part import handle
 from tasks.hang.report import parse_report
-
-ATTEMPT = "0123456789abcdef"
-LIMIT_S = 120.0
-
-
-def rank_main(rank: int, folder: str, start: bytes, orders: Connection) -> None:
-    """A rank that does what it is told, one operation for each word. `start` came by value, as in Ray."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    os.environ["RANKWATCH_SOCKET_DIR"] = f"{folder}/s"
-    os.environ["TORCH_FR_BUFFER_SIZE"] = "20"
-    import torch  # noqa: PLC0415  it reads the environment
-    import torch.distributed as dist  # noqa: PLC0415
-
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    pair = dist.new_group([0, 1])
-    x, both = torch.ones(4), [torch.zeros(4), torch.zeros(4)]
-    operations: dict[str, Callable[[], Any]] = {
-        "all_reduce": lambda: dist.all_reduce(x),
-        "barrier": dist.barrier,
-        "broadcast": lambda: dist.broadcast(x, 0),
-        "reduce": lambda: dist.reduce(x, 0),
-        "all_gather": lambda: dist.all_gather(both, x),
-        "all_gather_into_tensor": lambda: dist.all_gather_into_tensor(torch.zeros(8), x),
-        "reduce_scatter": lambda: dist.reduce_scatter_tensor(torch.zeros(2), x),
-        "gather": lambda: dist.gather(x, both if rank == 0 else None),
-        "scatter": lambda: dist.scatter(x, both if rank == 0 else None),
-        "all_to_all": lambda: dist.all_to_all_single(torch.zeros(4), x),
-        "p2p": lambda: dist.send(x, 1) if rank == 0 else dist.recv(x, 0),
-        "all_reduce in a pair": lambda: dist.all_reduce(x, group=pair),
-    }
-    orders.send(pickle.loads(start)(ATTEMPT, rank))
-    while True:
-        for word in orders.recv():
-            operations[word]()
-        orders.send("done")
-
-
-class Job:
-    """Two ranks."""
-
-    def __init__(self, folder: Path) -> None:
-        context = mp.get_context("spawn")
-        start = cloudpickle.dumps(start_in_worker)
-        self.pipes: list[Connection] = []
-        self.processes = []
-        for rank in range(2):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=rank_main, args=(rank, str(folder), start, theirs), daemon=True)
-            process.start()
-            theirs.close()
-            self.pipes.append(ours)
-            self.processes.append(process)
-        self.facts = [self.hear(rank) for rank in range(2)]
-
-    def hear(self, rank: int) -> Any:
-        assert self.pipes[rank].poll(LIMIT_S), f"rank {rank} says nothing"
-        return self.pipes[rank].recv()
-
-    def do(self, *words: str) -> None:
-        for pipe in self.pipes:
-            pipe.send(words)
-        for rank in range(2):
-            self.hear(rank)
-
-    def kill(self) -> None:
-        for process in self.processes:
-            process.kill()
-        for process in self.processes:
-            process.join()
+from tests.gloo_job import LIMIT_S, RING, Job, gloo_job, standin_of
 
 
 @pytest.fixture
 def job() -> Iterator[Job]:
-    with tempfile.TemporaryDirectory(prefix="rw", dir="/tmp") as folder:  # a socket's path has to be short
-        found = Job(Path(folder))
-        try:
-            yield found
-        finally:
-            found.kill()
+    """Two ranks."""
+    with gloo_job(2) as found:
+        yield found
 
 
 @pytest.fixture
 def standin(job) -> Iterator[str]:
-    """The address of a stand-in that runs as the demo starts it."""
-    base = Path(job.facts[0]["worker_server"]).parent.parent
-    command = [sys.executable, "-m", "deployments.demo.ras_standin", "--sockets", str(base), "--port", "0"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
-    assert process.stdout is not None
-    try:
-        notice, addr = process.stdout.readline(), process.stdout.readline()
-        assert "stands in for NCCL's RAS" in notice
-        yield addr.strip().removeprefix("NCCL_RAS_ADDR=")
-    finally:
-        process.terminate()
-        assert process.wait(30) == 0
+    with standin_of(job) as addr:
+        yield addr
 
 
 def ask(addr: str) -> Any:
@@ -149,7 +61,7 @@ def test_what_is_launched_is_served(job, standin):
     for fact, process in zip(job.facts, job.processes, strict=True):
         assert fact["worker_server"], fact["worker_server_reason"]
         assert fact["pid"] == process.pid
-        assert fact["env"] == {"TORCH_FR_BUFFER_SIZE": "20"}
+        assert fact["env"] == {"TORCH_FR_BUFFER_SIZE": str(RING)}
         assert Path(fact["worker_server"]).parent.stat().st_mode & 0o777 == 0o700
     assert ask(standin)[0] == []
 
@@ -163,7 +75,7 @@ def test_what_is_launched_is_served(job, standin):
     assert counts_of(world) == [launched] * 2
     assert counts_of(pair) == [{"AllReduce": 1}] * 2
 
-    for _ in range(5):  # the ring of 20 records goes round between the queries, and nothing is lost
+    for _ in range(5):  # the ring of records goes round between the queries, and nothing is lost
         job.do(*["all_reduce"] * 9)
         (again, _), _ = ask(standin)
     assert again.key == world.key
@@ -172,7 +84,7 @@ def test_what_is_launched_is_served(job, standin):
     job.do(*["all_reduce"] * 50)  # now it is: the sequence numbers still tell how many
     assert counts_of(ask(standin)[0][0]) == [{**launched, "AllReduce": 99}] * 2
 
-    job.pipes[0].send(("all_reduce",))  # the one that waits is ahead of the one it waits for
+    job.tell("all_reduce", ranks=[0])  # the one that waits is ahead of the one it waits for
     hung = [{**launched, "AllReduce": 100}, {**launched, "AllReduce": 99}]
     assert wait_for(lambda: counts_of(ask(standin)[0][0]) == hung)
 

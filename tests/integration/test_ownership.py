@@ -10,17 +10,20 @@ from datetime import timedelta
 
 import pytest
 
+import tasks.ownership
 from tasks.adapters.process import identity, is_gone, machine
-from tasks.blocks import Claim, HangWindow, slug_of
+from tasks.blocks import Claim, HangWindow, Incident, slug_of
 from tasks.hang.errors import NotOurs
 from tasks.ownership import (
     claim,
     claim_phase,
+    load_incident,
     now,
     our_tenure,
     owner_is_there,
     read_window,
     require,
+    save_incident,
     take_window,
     write,
 )
@@ -49,6 +52,36 @@ def be(slug, owner, **fields):
     window.model_copy(update={"owner": owner, "heartbeat_at": now(), "farewell": "", **fields}).save(
         slug, overwrite=True
     )
+
+
+@pytest.fixture
+def lost_answers(monkeypatch):
+    """The server takes each new document, its answer is lost, and the client sends the request again."""
+
+    def create_twice(name, block):
+        create(name, block)
+        create(name, block)
+
+    create = tasks.ownership._create
+    monkeypatch.setattr(tasks.ownership, "_create", create_twice)
+
+
+@pytest.mark.usefixtures("lost_answers")
+def test_a_claim_whose_answer_was_lost_is_ours(slug):
+    assert claim(slug, is_dead=lambda _: False)
+    assert not claim(slug, is_dead=lambda _: False)
+    tenure = take(f"{slug}-run")
+    assert tenure is not None
+    assert claim_phase(tenure, f"{slug}-incident", "acted")
+    assert not claim_phase(tenure, f"{slug}-incident", "acted")
+
+
+@pytest.mark.usefixtures("lost_answers")
+def test_an_incident_whose_answer_was_lost_is_stored_once(slug):
+    save_incident(slug, Incident(run_name="demo", attempt_id="one", evidence="here"))
+    stored = load_incident(slug)
+    assert stored is not None
+    assert stored.evidence == "here"
 
 
 def test_of_many_who_claim_at_once_one_gets_it(slug):

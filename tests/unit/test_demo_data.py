@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from deployments.demo.train import (
     BATCH_RECORDS,
@@ -13,6 +14,8 @@ from deployments.demo.train import (
     load_shard,
     order_of_records,
     parse,
+    pass_momentum_on,
+    trainer,
 )
 
 
@@ -41,6 +44,35 @@ def test_only_that_record_is_corrupt():
         bad = (~torch.isfinite(inputs)).any(dim=1).nonzero().flatten().tolist()
         assert bad == ([CORRUPT_RECORD] if shard == CORRUPT_SHARD else [])
         assert torch.isfinite(targets).all()
+
+
+def test_no_record_is_corrupt_where_another_fault_is_chosen():
+    inputs, _ = load_shard(CORRUPT_SHARD, corrupt=False)
+    damaged, _ = load_shard(CORRUPT_SHARD)
+    assert torch.isfinite(inputs).all()
+    same = torch.isfinite(damaged)
+    assert torch.equal(inputs[same], damaged[same])
+
+
+def test_the_fault_is_the_corrupt_record_unless_another_is_chosen(capsys):
+    run = ["--storage-path", "s", "--run-name", "r"]
+    assert parse(run).fault == "skip"
+    assert trainer(parse([*run, "--fault", "symmetric"])).train_loop_config["fault"] == "symmetric"
+    with pytest.raises(SystemExit):
+        parse([*run, "--fault", "other"])
+    assert "--fault" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_in_the_symmetric_fault_every_rank_waits_to_receive(workers, monkeypatch):
+    asked = []
+    monkeypatch.setattr(dist, "get_world_size", lambda: workers)
+    monkeypatch.setattr(dist, "broadcast", lambda _, src: asked.append(src))
+    for rank in range(workers):
+        monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
+        pass_momentum_on({"weight": torch.zeros(2)})
+    assert sorted(asked) == list(range(workers))
+    assert all(source != rank for rank, source in enumerate(asked))
 
 
 def test_more_steps_than_are_proven_are_refused(capsys):

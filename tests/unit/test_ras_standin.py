@@ -2,7 +2,9 @@
 
 import json
 import os
+import signal
 import socket
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 
 from deployments.demo.launch_counts import RankLaunches, function_of
 from deployments.demo.ras_report import render_json
-from deployments.demo.ras_standin import Standin, ask_rank
+from deployments.demo.ras_standin import Standin, ask_rank, is_stopped
 from tasks.hang.report import parse_report
 
 DATA = Path(__file__).parents[1] / "data" / "flight_recorder"
@@ -29,6 +31,7 @@ class Bench:
         self.base = base
         self.now_s = 100.0
         self.answers: dict[int, Any] = {}
+        self.asked: list[int] = []
         self.said: list[str] = []
         self.standin = self.another()
 
@@ -36,10 +39,15 @@ class Bench:
         return Standin(
             self.base,
             "10.0.0.1",
-            ask=lambda _, pid: self.answers[pid],
+            ask=self.answer,
             clock=lambda: self.now_s,
             say=self.said.append,
         )
+
+    def answer(self, path: Path, pid: int) -> Any:
+        del path
+        self.asked.append(pid)
+        return self.answers[pid]
 
     def rank(self, attempt: str, rank: int, pid: int, answer: Any) -> None:
         folder = self.base / attempt
@@ -131,6 +139,43 @@ def test_a_silent_rank_is_missing_and_after_a_minute_dead_for_good(bench):
         bench.answers[1002] = answer
         found = bench.standin.snapshot().communicators
         assert [(m.rank, m.considered_dead) for comm in found for m in comm.missing] == [(2, True)]
+
+
+def test_a_stopped_rank_is_waited_for_once(bench):
+    four(bench)
+    with subprocess.Popen(["sleep", "600"]) as stopped:
+        try:
+            assert not is_stopped(stopped.pid)
+            stopped.send_signal(signal.SIGSTOP)
+            assert until_stopped(stopped.pid)
+            bench.rank("a1", 2, stopped.pid, "silent")
+            for timeouts in (1, 0, 0):
+                found = bench.standin.snapshot()
+                assert found.timeouts_count == timeouts
+                assert {m.pid for comm in found.communicators for m in comm.missing} == {stopped.pid}
+            assert bench.asked.count(stopped.pid) == 1
+
+            stopped.send_signal(signal.SIGCONT)
+            bench.answers[stopped.pid] = FOUR[2]
+            assert not any(comm.missing for comm in bench.standin.snapshot().communicators)
+        finally:
+            stopped.kill()
+    assert not is_stopped(stopped.pid)
+
+
+def until_stopped(pid: int) -> bool:
+    """SIGSTOP is on its way when kill returns."""
+    _, status = os.waitpid(pid, os.WUNTRACED)
+    return os.WIFSTOPPED(status) and is_stopped(pid)
+
+
+def test_a_communicator_of_which_no_rank_answers_is_not_shown_until_one_does(bench):
+    four(bench)
+    before = bench.counts()
+    bench.answers.update({1000: "gone", 1001: "silent", 1002: "silent", 1003: "gone"})
+    assert bench.counts() == []
+    bench.answers[1001] = FOUR[1]
+    assert bench.counts()[0] == {1: before[0][1]}
 
 
 def test_a_rank_that_is_gone_is_missing_while_others_live_and_an_attempt_without_any_is_not_shown(bench):
