@@ -59,7 +59,9 @@ class Poll(Struct, frozen=True):
         return found
 
 
-def look(before: State | None, record: Record, poll: Poll) -> tuple[Seen, bool]:
+def look(  # noqa: PLR0911  a table, one line for each row
+    before: State | None, record: Record, poll: Poll
+) -> tuple[Seen, bool]:
     """What a communicator is now, and whether it moved since the last report."""
     match before:
         case Frozen(freeze) | Suspected(freeze) | Idle(freeze) | Confirmed(freeze) if (
@@ -72,11 +74,40 @@ def look(before: State | None, record: Record, poll: Poll) -> tuple[Seen, bool]:
             communicator = record.decode()
             reading = poll.read(communicator, communicator.counts)
             return _still(communicator, record, reading, poll, since=before.since, polls=1), False
+        case Aside(size=size, counts=counts) if counts and size == record.size:
+            return _beside(before, record, poll)
         case Progressing(size=size) | Aside(size=size) if size == record.size and record.plain:
             # Its counts moved: nothing else of a record can change while all of its ranks run.
             return _progressing(record, poll), True
+        case None:
+            return _first(record.decode(), record, poll), False
         case _:
-            return _fresh(record.decode(), record, poll), before is not None
+            return _fresh(record.decode(), record, poll), True
+
+
+def _first(communicator: Communicator, record: Record, poll: Poll) -> Seen:
+    """A communicator that was never seen. Where its ranks are apart, counts are kept at once: the next record
+    may lack one of them.
+    """
+    reading = poll.read(communicator, communicator.counts)
+    if reading.kind == "mismatch":
+        return _still(communicator, record, reading, poll, since=poll.at, polls=0)
+    return _fresh(communicator, record, poll)
+
+
+def _beside(before: Aside, record: Record, poll: Poll) -> tuple[Seen, bool]:
+    """A communicator that was set aside changes: did anybody launch, or is a member back or missing?"""
+    communicator = record.decode()
+    if _moved(before.counts, communicator.counts):
+        return _fresh(communicator, record, poll), True
+    reading = poll.read(communicator, {**before.counts, **communicator.counts})
+    known = reading.aside == before.what and not communicator.counts.keys() - before.counts.keys()
+    since = before.since if known else poll.at
+    return _still(communicator, record, reading, poll, since=since, polls=0, known=before.counts), False
+
+
+def _moved(known: Mapping[int, Counts], shown: Mapping[int, Counts]) -> bool:
+    return any(known.get(rank, counts) != counts for rank, counts in shown.items())
 
 
 def _fresh(communicator: Communicator, record: Record, poll: Poll) -> Seen:
@@ -116,6 +147,7 @@ def _still(
             size=record.size,
             missing=len(missing),
             remark=reading.remark,
+            counts={} if record.plain else {**known, **communicator.counts},
         )
     return Freeze(
         kind=reading.kind,
@@ -143,7 +175,7 @@ def _continued(freeze: Freeze, record: Record, poll: Poll) -> tuple[Seen, bool]:
             return replace(freeze, polls=freeze.polls + 1, exact=exact), False
         return _refilled(freeze, record.decode(), poll), False
     communicator = record.decode()
-    if any(freeze.counts.get(rank, counts) != counts for rank, counts in communicator.counts.items()):
+    if _moved(freeze.counts, communicator.counts):
         return _fresh(communicator, record, poll), True
     counts = {**freeze.counts, **communicator.counts}
     reading = poll.read(communicator, counts)

@@ -84,11 +84,12 @@ class Progressing(Struct, frozen=True, tag="progressing", gc=False):
     missing: int = 0
 
 
-class Aside(Struct, frozen=True, tag="aside", gc=False):
+class Aside(Struct, frozen=True, tag="aside"):
     """A communicator that is neither healthy nor hung, and what it is instead.
 
     `unobservable`: no counter of it ever moved; sends and receives are not counted. `leaving`: ranks of it
-    finish, abort or have left, and the others are not apart.
+    finish, abort or have left, and the others are not apart. `counts` are kept where not every rank is there
+    and running: the next record may differ without anybody having moved.
     """
 
     what: Literal["unobservable", "leaving"]
@@ -97,6 +98,7 @@ class Aside(Struct, frozen=True, tag="aside", gc=False):
     size: int
     missing: int = 0
     remark: str = ""
+    counts: dict[int, Counts] = {}
 
 
 class Frozen(Struct, frozen=True, tag="frozen"):
