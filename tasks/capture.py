@@ -12,6 +12,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.logging import get_run_logger
 from prefect.runtime import flow_run as current_run
 
+from tasks.adapters.ras_ring import Poll
 from tasks.hang.errors import NodeError, RankwatchError, RasError, RunNotFound, StoreError
 from tasks.hang.evidence import Captured, Entry, Failed, Manifest, Outcome
 from tasks.hang.incident import manual_folder
@@ -126,12 +127,13 @@ def capture_ras(case: Case) -> RasEvidence:
     taken: dict[str, int] = {}
     newest: bytes | None = None
     for kept in polls[-keep:]:
-        newest = kept.raw()
+        raw, reason = _raw(kept)
+        newest = raw or newest
         stamp = f"{kept.observed_at:%Y%m%dT%H%M%SZ}"
         taken[stamp] = taken.get(stamp, 0) + 1
         suffix = f"-{taken[stamp]}" if taken[stamp] > 1 else ""
         file = f"nccl_ras/ncclras_{stamp}{suffix}.json"
-        entries.append(_keep(case, "ncclras_history", f"poll {stamp}{suffix}", file, newest, ""))
+        entries.append(_keep(case, "ncclras_history", f"poll {stamp}{suffix}", file, raw, reason))
     if newest is None:
         file = "nccl_ras/ncclras_history.txt"
         reason = "No poll of this attempt was retained on this machine."
@@ -227,6 +229,14 @@ def _keep(  # noqa: PLR0917  a row of the manifest, in the order of its columns
         detail=detail,
     )
     return Entry(tool, subject, outcome)
+
+
+def _raw(kept: Poll) -> tuple[bytes, str]:
+    """A retained report, or why it cannot be had."""
+    try:
+        return kept.raw(), ""
+    except StoreError as error:
+        return b"", str(error)
 
 
 def _read(raw: bytes | None) -> RasReport | None:

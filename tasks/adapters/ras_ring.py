@@ -139,10 +139,8 @@ class RasRing:
         if group != self._group:
             self._group, self._known = group, Known({}, set())
         if files:
-            try:
+            with contextlib.suppress(*DAMAGE):  # nothing refers to what is not known to be whole
                 self._known.learn(group, files[-1].stem)
-            except DAMAGE:
-                self._new_group(folder)
 
     def _new_group(self, folder: Path) -> None:
         """Begin a group. Its ordinal is above that of all attempts, so that the ordinals also say which

@@ -161,7 +161,7 @@ def _next_record(raw: bytes, start: int, end: int) -> int:
         if rare == -1 or raw.startswith(_RECORD, rare - before):
             return max(-1, rare - before)
         rare += 1
-    return raw.find(_RECORD, rare - before, end)
+    return raw.find(_RECORD, rare, end)
 
 
 def sources_of(folder: Path, name: str) -> tuple[str, ...]:

@@ -37,7 +37,6 @@ _EDGE_BYTES = 4096
 _RANK_BYTES = 400  # less than any rank that answered takes
 _PLACE_BYTES = 1024  # a rank up to its status takes about 130
 _NUMBER_BYTES = 12
-_STRETCH_BYTES = 2400
 
 
 class Members(NamedTuple):
@@ -72,13 +71,21 @@ def around(raw: bytes) -> tuple[int, int] | None:
     return first + _INDENT, last
 
 
-class Head(NamedTuple):
-    """What a communicator says of itself before its ranks."""
+class Head:
+    """What a communicator says of itself before its ranks.
 
-    key: str
-    size: int
-    ranks_count: int
-    missing_ranks_count: int
+    Args:
+        length_bytes: Of its record in the last report that added up, 0 at first. Mostly it is so long again.
+    """
+
+    __slots__ = ("key", "length_bytes", "missing_ranks_count", "ranks_count", "size")
+
+    def __init__(self, key: str, size: int, ranks_count: int, missing_ranks_count: int) -> None:
+        self.key = key
+        self.size = size
+        self.ranks_count = ranks_count
+        self.missing_ranks_count = missing_ranks_count
+        self.length_bytes = 0
 
 
 def records(
@@ -86,8 +93,9 @@ def records(
 ) -> list[tuple[Head, int, int]] | None:
     """Tell the communicators from each other; None where one has no ranks.
 
-    What the ranks of one take at least is skipped. A communicator that names more ranks than it has is thus
-    taken together with the next one; then there are fewer of them than the document says.
+    Most of one is skipped: as much as it took the last time, if the next one begins there, else what its
+    ranks take at least. Where that is too much, it is taken together with the next one; then there are fewer
+    of them than the document says.
 
     Args:
         raw: The document.
@@ -99,18 +107,16 @@ def records(
         What each says of itself, its offset, and the offset behind it.
     """
     found: list[tuple[Head, int, int]] = []
-    find = raw.find
+    find, startswith = raw.find, raw.startswith
     while start < last:
         ranks = find(_RANKS, start, start + _EDGE_BYTES)
         if not 0 <= ranks < last:
             return None
         head = read_head(raw[start:ranks])
-        begin = ranks + head.ranks_count * _RANK_BYTES
-        # In a short stretch Python searches without preparations that take longer than the search.
-        following = find(_NEXT_RECORD, begin, begin + _STRETCH_BYTES)
-        if following < 0:
-            following = find(_NEXT_RECORD, begin, last)
-        end = following + len(_END) if following >= 0 else last
+        end = start + head.length_bytes
+        if not (ranks < end < last and startswith(_NEXT_RECORD, end - len(_END))):
+            following = find(_NEXT_RECORD, ranks + head.ranks_count * _RANK_BYTES, last)
+            end = following + len(_END) if following >= 0 else last
         found.append((head, start, end))
         start = end + 1 + _INDENT
     return found
@@ -134,7 +140,7 @@ def members(raw: bytes, start: int, end: int) -> Members | None:
     numbers: list[bytes] = []
     places: list[bytes] = []
     states: list[tuple[bytes, int]] = []
-    same, state, in_a_row = _NEXT_RANK, b"", 0
+    same, other, in_a_row = _NEXT_RANK, _NEXT_RANK, 0
     number_bytes = place_bytes = 0
     startswith, add_number, add_place = raw.startswith, numbers.append, places.append
     while True:
@@ -148,22 +154,26 @@ def members(raw: bytes, start: int, end: int) -> Members | None:
             number_bytes, place_bytes = comma - at, status - comma
         add_number(raw[at:comma])
         add_place(raw[comma:status])
-        if startswith(same, status):
-            in_a_row += 1
-            at = status + len(same)
-            continue
-        stop = raw.find(_RANK_END, status, end)
-        if stop < 0:
-            return None
-        states.append((state, in_a_row))
-        state, in_a_row = raw[status:stop], 1
-        same = state + _NEXT_RANK
-        if startswith(_NEXT_RANK, stop):
-            at = stop + len(_NEXT_RANK)
-        elif startswith(_RANKS_END, stop):
-            return Members(numbers, places, [*states[1:], (state, in_a_row)], stop + len(_RANKS_END) - 1)
-        else:
-            return None
+        if not startswith(same, status):
+            states.append((same[: -len(_NEXT_RANK)], in_a_row))
+            # Between one rank that says something else and the next, the others say what they said before.
+            same, other, in_a_row = other, same, 0
+            if not startswith(same, status):
+                stop = _state_end(raw, status, end, len(other) - len(_NEXT_RANK))
+                same = raw[status:stop] + _NEXT_RANK
+                if startswith(_RANKS_END, stop):
+                    states.append((raw[status:stop], 1))
+                    return Members(numbers, places, states[1:], stop + len(_RANKS_END) - 1)
+                if not startswith(_NEXT_RANK, stop):
+                    return None
+        in_a_row += 1
+        at = status + len(same)
+
+
+def _state_end(raw: bytes, status: int, end: int, length_bytes: int) -> int:
+    """Where a rank ends, whose status begins at an offset: mostly it is as long as the one before it."""
+    stop = status + length_bytes
+    return stop if raw.startswith(_RANKS_END, stop) else max(status, raw.find(_RANK_END, status, end))
 
 
 def missing(raw: bytes, start: int, end: int) -> bytes | None:

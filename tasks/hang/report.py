@@ -202,9 +202,11 @@ def _split(raw: bytes) -> tuple[_Document, list[Record], bool] | None:
     if found is None or len(found) != document.communicators_count:
         return None
     source, view = _Source(raw, sum(head.ranks_count for head, _, _ in found)), memoryview(raw)
-    records = [
-        Record(*head, xxh3_128_hexdigest(view[start:end]), source, start, end) for head, start, end in found
-    ]
+    records = []
+    for head, start, end in found:
+        head.length_bytes = end - start
+        counts = (head.size, head.ranks_count, head.missing_ranks_count)
+        records.append(Record(head.key, *counts, xxh3_128_hexdigest(view[start:end]), source, start, end))
     return (
         document,
         records,
