@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test unit e2e lint bench ui clean constraints setup
+.PHONY: demo test unit e2e lint bench gaps alarms ui clean constraints setup
 .DEFAULT_GOAL := test
 
 $(READY): pyproject.toml constraints.txt
@@ -32,8 +32,15 @@ lint: $(READY)
 	$(BIN)/lint-imports
 	$(BIN)/mypy
 
-bench: $(READY) ## what a poll inside a shift costs, beside a flow run for each poll
+bench: $(READY) ## what a poll costs: beside a flow run for each, and beside Ray's detector (10 minutes)
 	$(BIN)/python -m tests.bench.poll_cost
+	$(BIN)/python -m tests.bench.detect_cost
+
+gaps: $(READY) ## the situations in which Ray's detector is wrong, with both results
+	$(BIN)/python -m tests.bench.gap_table
+
+alarms: $(READY) ## false alarms and misses over many simulated hours
+	$(BIN)/python -m tests.bench.false_alarms
 
 ui: $(READY) ## the Prefect server of this machine's rankwatch, with its UI
 	$(BIN)/rankwatch up

@@ -61,13 +61,28 @@ def released(key: str, before: Stopped, seen: Seen | None, poll: Poll) -> Iterab
     return [_Step(key, before, before.freeze, poll.at, stalled_s, 0.0, reason).event("recovered")]
 
 
-def due_of(freeze: Freeze, envelope_s: float, policy: HangPolicy) -> float:
-    """Seconds of standing still after which a freeze is a hang."""
-    return policy.due_s(freeze.kind, envelope_s=envelope_s, extended=freeze.extended)
+def due_of(freeze: Freeze, envelope_s: float, policy: HangPolicy, *, extended: bool) -> float:
+    """Seconds of standing still after which a freeze is a hang.
+
+    Args:
+        freeze: What does not move.
+        envelope_s: Its longest stall that recovered.
+        policy: How long is too long.
+        extended: Whether a rank of another freeze was seen to work: ranks that only wait are given its time.
+    """
+    waits = freeze.testimony is not None and freeze.testimony.waits
+    return policy.due_s(freeze.kind, envelope_s=envelope_s, extended=freeze.extended or (extended and waits))
 
 
 def escalated(
-    key: str, before: State | None, freeze: Freeze, envelope_s: float, poll: Poll, *, idle: bool
+    key: str,
+    before: State | None,
+    freeze: Freeze,
+    envelope_s: float,
+    poll: Poll,
+    *,
+    idle: bool,
+    extended: bool,
 ) -> tuple[State, list[Event]]:
     """Where a freeze stands after a report, and what is to be told of it.
 
@@ -78,15 +93,18 @@ def escalated(
         envelope_s: Its longest stall that recovered.
         poll: The report.
         idle: Whether its members go on in other communicators.
+        extended: Whether a rank of any freeze was seen to work.
     """
     at, policy = poll.at, poll.policy
     if isinstance(before, Confirmed):
         return Confirmed(freeze, before.confirmed_at), []
     if not freeze.polls:
         return Frozen(freeze), []
+    idle = idle and not _seen_stuck(freeze)
     if isinstance(before, Idle) and not idle:
         freeze = replace(freeze, asked_at=None, testimony=None)  # what was seen then was no stall
-    stalled_s, due_s = stalled(freeze, at, idle=idle), due_of(freeze, envelope_s, policy)
+    stalled_s = stalled(freeze, at, idle=idle)
+    due_s = due_of(freeze, envelope_s, policy, extended=extended)
     freeze = _asked(freeze, stalled_s, due_s, poll, idle=idle)
     confirmed, reason = verdict_of(freeze, stalled_s, due_s, at, policy, idle=idle)
     step = _Step(key, before, freeze, at, stalled_s, due_s, reason)
@@ -130,6 +148,8 @@ def testify(  # noqa: PLR0917  as escalated, of which it is the other half
     envelope_s: float,
     policy: HangPolicy,
     seen_at: datetime,
+    *,
+    extended: bool,
 ) -> tuple[State, list[Event]]:
     """Where a freeze stands after a witness answered.
 
@@ -140,13 +160,15 @@ def testify(  # noqa: PLR0917  as escalated, of which it is the other half
         envelope_s: Its longest stall that recovered.
         policy: How long is too long.
         seen_at: When a report last showed the freeze: so long is sure, however long the answer took.
+        extended: Whether a rank of any freeze was seen to work.
     """
     idle = isinstance(state, Idle)
-    testimony = weigh(state.freeze, witness, idle=idle)
+    testimony = weigh(state.freeze, witness, idle=idle or state.freeze.idle_until is not None)
     freeze = replace(state.freeze, testimony=testimony)
     extend = testimony.finding == "moves" and _may_extend(freeze, envelope_s, policy, idle=idle)
     freeze = replace(freeze, extended=freeze.extended or extend)
-    stalled_s, due_s = stalled(freeze, seen_at, idle=idle), due_of(freeze, envelope_s, policy)
+    stalled_s = stalled(freeze, seen_at, idle=idle)
+    due_s = due_of(freeze, envelope_s, policy, extended=extended)
     confirmed, reason = verdict_of(freeze, stalled_s, due_s, seen_at, policy, idle=idle)
     step = _Step(key, state, freeze, witness.observed_at, stalled_s, due_s, reason)
     if confirmed:
@@ -154,6 +176,8 @@ def testify(  # noqa: PLR0917  as escalated, of which it is the other half
     match state:
         case Frozen():
             return Frozen(freeze), []
+        case Idle(_, told_at) if testimony.finding == "stuck":
+            return Suspected(freeze, told_at), [step.event("suspected")]  # not hidden any more
         case Idle(_, told_at):
             return Idle(freeze, told_at), []
         case Suspected(_, told_at):
@@ -168,7 +192,7 @@ def _may_extend(freeze: Freeze, envelope_s: float, policy: HangPolicy, *, idle: 
     if freeze.kind != "mismatch" or freeze.extended or freeze.asked_at is None:
         return False
     asked_s = seconds(freeze.stalled_since, freeze.asked_at)
-    before_due_s = due_of(freeze, envelope_s, policy) - policy.lead_s(freeze.kind)
+    before_due_s = due_of(freeze, envelope_s, policy, extended=False) - policy.lead_s(freeze.kind)
     return asked_s >= before_due_s and not _must_agree(freeze, idle=idle)
 
 
@@ -188,9 +212,9 @@ def _as_idle(step: _Step, policy: HangPolicy) -> tuple[State, list[Event]]:
 
 
 def _as_suspect(step: _Step, policy: HangPolicy) -> tuple[State, list[Event]]:
-    if step.stalled_s < policy.suspect_after_s:
-        return Frozen(step.freeze), []
     if not isinstance(step.before, Suspected):
+        if step.stalled_s < policy.suspect_after_s:
+            return Frozen(step.freeze), []
         return Suspected(step.freeze, step.at), [step.event("suspected")]
     if seconds(step.before.told_at, step.at) < policy.repeat_every_s:
         return Suspected(step.freeze, step.before.told_at), []
@@ -238,7 +262,14 @@ def _points(
 
 def _must_agree(freeze: Freeze, *, idle: bool) -> bool:
     """Whether counts prove so little that a freeze is confirmed only by a witness."""
-    return freeze.kind == "symmetric" or bool(freeze.departed) or idle
+    return freeze.kind == "symmetric" or bool(freeze.departed) or idle or freeze.idle_until is not None
+
+
+def _seen_stuck(freeze: Freeze) -> bool:
+    """Whether a witness saw all ranks of an idle communicator stand still, and not all went on since."""
+    if freeze.testimony is None or freeze.asked_at is None or freeze.idle_until is None:
+        return False
+    return freeze.testimony.finding == "stuck" and freeze.idle_until <= freeze.asked_at
 
 
 def verdict_of(  # noqa: PLR0911  a table, one line for each row
@@ -249,7 +280,8 @@ def verdict_of(  # noqa: PLR0911  a table, one line for each row
     | kind | what confirms it at its confirm time |
     | --- | --- |
     | mismatch | nobody moved; no witness needed, but one that sees a rank work extends the time, once |
-    | mismatch, some ranks leaving, or idle | a witness that sees every other rank wait |
+    | mismatch, some ranks leaving, or idle before | a witness that sees every other rank wait |
+    | mismatch, idle | nothing: a witness that sees every rank wait makes it suspected |
     | unresponsive | a report without timeouts named it, and its process is not seen to be gone |
     | symmetric | a witness that sees every rank wait |
     | init | nobody got further |
@@ -272,7 +304,7 @@ def verdict_of(  # noqa: PLR0911  a table, one line for each row
         late = waited_s >= policy.patience_s(freeze.kind)
         return late and not must_agree, _join(reason, "no witness answered in time" if late else "")
     if must_agree:
-        return said.finding == "stuck", reason
+        return said.finding == "stuck" and not idle, reason
     return said.finding != "gone", reason
 
 

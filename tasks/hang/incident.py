@@ -62,7 +62,8 @@ def incident_of(run_name: str, window: Window) -> Incident | None:
 
 
 def _order(key: str, freeze: Freeze, confirmed: Mapping[str, Freeze]) -> tuple[Any, ...]:
-    return key not in confirmed, freeze.kind == "symmetric", freeze.stalled_since, freeze.size, key
+    older = freeze.idle_until is not None  # apart before anybody stood still
+    return key not in confirmed, older, freeze.kind == "symmetric", freeze.stalled_since, freeze.size, key
 
 
 def manual_folder(at: datetime) -> str:

@@ -20,6 +20,7 @@ from tasks.hang.states import (
     Progressing,
     Sighting,
     State,
+    Stopped,
     Suspected,
     seconds,
 )
@@ -74,7 +75,7 @@ def look(  # noqa: PLR0911  a table, one line for each row
             communicator = record.decode()
             reading = poll.read(communicator, communicator.counts)
             return _still(communicator, record, reading, poll, since=before.since, polls=1), False
-        case Aside(size=size, counts=counts) if counts and size == record.size:
+        case Aside(size=size, counts=counts) if size == record.size and (counts or not record.plain):
             return _beside(before, record, poll)
         case Progressing(size=size) | Aside(size=size) if size == record.size and record.plain:
             # Its counts moved: nothing else of a record can change while all of its ranks run.
@@ -98,10 +99,12 @@ def _first(communicator: Communicator, record: Record, poll: Poll) -> Seen:
 def _beside(before: Aside, record: Record, poll: Poll) -> tuple[Seen, bool]:
     """A communicator that was set aside changes: did anybody launch, or is a member back or missing?"""
     communicator = record.decode()
-    if _moved(before.counts, communicator.counts):
+    shown = communicator.counts
+    nothing = before.what == "unobservable" and not any(n for counts in shown.values() for _, n in counts)
+    if not nothing and (not before.counts or _moved(before.counts, shown)):
         return _fresh(communicator, record, poll), True
-    reading = poll.read(communicator, {**before.counts, **communicator.counts})
-    known = reading.aside == before.what and not communicator.counts.keys() - before.counts.keys()
+    reading = poll.read(communicator, {**before.counts, **shown})
+    known = reading.aside == before.what and (nothing or not shown.keys() - before.counts.keys())
     since = before.since if known else poll.at
     return _still(communicator, record, reading, poll, since=since, polls=0, known=before.counts), False
 
@@ -218,12 +221,18 @@ def _gone_on(  # noqa: PLR0917  the record in all forms in which it is known by 
             return replace(
                 now, silent=silent, lagging=silent, leading=leading, departed=departed, remark=freeze.remark
             ), False
-        case "init" if reading.kind == "init" and reading.lagging == freeze.lagging:
+        case "init" if _still_starting(freeze, reading, missing) == freeze.lagging:
             return now, False
         case "symmetric" if not reading.departed:
             return now, False
         case _:
             return _still(communicator, record, reading, poll, since=poll.at, polls=0, known=counts), True
+
+
+def _still_starting(freeze: Freeze, reading: Reading, missing: tuple[int, ...]) -> tuple[int, ...]:
+    """Ranks in their init; one that does not answer is where it was."""
+    seen = reading.lagging if reading.kind == "init" else ()
+    return tuple(sorted({*seen, *(rank for rank in freeze.lagging if rank in missing)}))
 
 
 def _refilled(freeze: Freeze, communicator: Communicator, poll: Poll) -> Freeze:
@@ -257,6 +266,7 @@ def restarted(seen: Seen, at: datetime) -> Seen:
 def moves_elsewhere(
     elsewhere: Mapping[str, Mapping[int, Counts]],
     active: Mapping[Process, datetime],
+    states: Mapping[str, State],
     looks: Mapping[str, Seen],
     poll: Poll,
 ) -> tuple[dict[str, dict[int, Counts]], dict[Process, datetime]]:
@@ -266,11 +276,12 @@ def moves_elsewhere(
     Args:
         elsewhere: Counts of the communicators that moved, by the last report.
         active: When a process of a mismatch was last seen launching in one of them.
+        states: What each communicator was: one that stood still has its counts there.
         looks: What each communicator is now.
         poll: The report.
 
     Returns:
-        The same two after this report.
+        `elsewhere` and `active` after this report.
     """
     watched = {
         process
@@ -286,12 +297,16 @@ def moves_elsewhere(
         if not isinstance(seen, Progressing):
             continue
         communicator = poll.sighting.report.records[key].decode()
-        before, now[key] = elsewhere.get(key, {}), communicator.counts
+        before, now[key] = elsewhere.get(key) or _counts_of(states.get(key)), communicator.counts
         processes = poll.processes(communicator)
         for rank, counts in communicator.counts.items():
             if processes[rank] in watched and before.get(rank, counts) != counts:
                 moments[processes[rank]] = poll.at
     return now, moments
+
+
+def _counts_of(state: State | None) -> Mapping[int, Counts]:
+    return state.freeze.counts if isinstance(state, Stopped) else {}
 
 
 def idle_until(freeze: Freeze, active: Mapping[Process, datetime], poll: Poll) -> datetime | None:

@@ -17,7 +17,8 @@ Process = tuple[str, int, int]  # host as RAS prints it, pid, number of the devi
 class Testimony(Struct, frozen=True):
     """What witnesses make of a freeze.
 
-    `stuck`: nothing that was seen moves. `moves`: a rank visibly works. `gone`: the processes that do not
+    `stuck`: nothing that was seen moves (`waits`: the ranks behind wait in a collective themselves, so
+    something else holds them up). `moves`: a rank visibly works. `gone`: the processes that do not
     answer have ended. `unclear`: neither can be told. `strong`: all but a few wait in the same collective,
     and the few stand elsewhere, the same in both samples.
     """
@@ -25,6 +26,7 @@ class Testimony(Struct, frozen=True):
     finding: Literal["stuck", "moves", "gone", "unclear"]
     reason: str
     strong: bool = False
+    waits: bool = False
 
 
 class Freeze(Struct, frozen=True, kw_only=True):
@@ -42,8 +44,8 @@ class Freeze(Struct, frozen=True, kw_only=True):
         departed: Ranks that finish, abort, have left or are gone: they do not count as hung.
         remark: What is particular about its ranks, in words.
         processes: Which process is which rank; empty after a restart, until a report is looked into.
-        idle_until: Until when all of its members went on in other communicators; what happened before that
-            was no stall of them.
+        idle_until: Until when all of its members went on in other communicators, None where they did not:
+            what happened before that was no stall of them, and what is older than a stall did not cause it.
         extended: Whether the confirm time was extended; that happens once.
         asked_at: When a witness was last asked, and after which ranks (`asked`).
         testimony: What it said; None while it has not.

@@ -63,7 +63,8 @@ def _of_mismatch(freeze: Freeze, looks: Sequence[Look]) -> Testimony:
         problems = [f"rank {look.rank}: {look.problem or 'nothing was seen'}" for look in behind]
         return Testimony("unclear", _few(problems))
     text = _few([f"rank {look.rank} {_stands(look)}" for look in seen])
-    return Testimony("stuck", text, strong=_agree(freeze, looks))
+    waits = len(seen) == len(behind) and all(look.waits for look in seen)
+    return Testimony("stuck", text, strong=_agree(freeze, looks), waits=waits)
 
 
 def _of_all(freeze: Freeze, looks: Sequence[Look]) -> Testimony:

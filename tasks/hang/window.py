@@ -176,10 +176,18 @@ def _with_witness(window: Window, witness: Witness, policy: HangPolicy) -> tuple
     if not isinstance(state, Frozen | Suspected | Idle) or state.freeze.asked_at is None:
         return window, ()  # it moved meanwhile, so the answer is about something that is over
     seen_at = window.last_report_at or witness.observed_at
-    now, events = testify(key, state, witness, window.envelopes.get(key, 0.0), policy, seen_at)
+    extended = _extended(window.communicators.values())
+    envelope_s = window.envelopes.get(key, 0.0)
+    now, events = testify(key, state, witness, envelope_s, policy, seen_at, extended=extended)
     states = {**window.communicators, key: now}
     after = replace(window, communicators=states, opened_at=_opened_at(window.opened_at, states.values()))
     return after, tuple(events)
+
+
+def _extended(states: Iterable[object]) -> bool:
+    """Whether a rank was seen to work for which others may wait."""
+    freezes = [state.freeze if isinstance(state, Stopped) else state for state in states]
+    return any(isinstance(freeze, Freeze) and freeze.extended for freeze in freezes)
 
 
 def _opened_at(known: datetime | None, states: Iterable[State]) -> datetime | None:
@@ -236,12 +244,12 @@ def _with_report(window: Window, sighting: Sighting, policy: HangPolicy) -> tupl
             moved.add(key)
     if moved or _made_or_gone(window, records.keys()):
         looks = {key: restarted(seen, at) for key, seen in looks.items()}
-    elsewhere, active = moves_elsewhere(window.elsewhere, window.active, looks, poll)
+    elsewhere, active = moves_elsewhere(window.elsewhere, window.active, window.communicators, looks, poll)
     idle = _idle(looks, active, poll)
     looks.update(idle)
     envelopes = dict(window.envelopes)
     states: dict[str, State] = {}
-    explained = any(_explains(seen) and key not in idle for key, seen in looks.items())
+    job = _Job(explained=any(map(_explains, looks.values())), extended=_extended(looks.values()))
     for key in sorted(looks.keys() | window.communicators.keys()):
         before, seen = window.communicators.get(key), looks.get(key)
         if isinstance(before, Stopped) and not is_same(before, seen):
@@ -250,9 +258,8 @@ def _with_report(window: Window, sighting: Sighting, policy: HangPolicy) -> tupl
             events += released(key, before, seen, poll)
             before = None
         if seen is not None:
-            states[key], told = _stepped(
-                key, before, seen, envelopes, poll, idle=key in idle, explained=explained
-            )
+            envelope_s = envelopes.get(key, 0.0)
+            states[key], told = _stepped(key, before, seen, envelope_s, poll, job, idle=key in idle)
             events += told
     after = Window(
         attempt_id=window.attempt_id,
@@ -279,21 +286,26 @@ def _idle(looks: Mapping[str, Seen], active: Mapping[Process, datetime], poll: P
     return idle
 
 
-def _stepped(
-    key: str,
-    before: State | None,
-    seen: Seen,
-    envelopes: Mapping[str, float],
-    poll: Poll,
-    *,
-    idle: bool,
-    explained: bool,
+class _Job(Struct, frozen=True, kw_only=True):
+    """What all communicators of a report say together.
+
+    Args:
+        explained: Whether one stands still for which others may wait.
+        extended: Whether a rank was seen to work for which others may wait.
+    """
+
+    explained: bool
+    extended: bool
+
+
+def _stepped(  # noqa: PLR0917  as escalated
+    key: str, before: State | None, seen: Seen, envelope_s: float, poll: Poll, job: _Job, *, idle: bool
 ) -> tuple[State, list[Event]]:
     match seen:
-        case Freeze(kind="symmetric") if explained:
+        case Freeze(kind="symmetric") if job.explained:
             return _consequence(before, seen), []
         case Freeze():
-            return escalated(key, before, seen, envelopes.get(key, 0.0), poll, idle=idle)
+            return escalated(key, before, seen, envelope_s, poll, idle=idle, extended=job.extended)
         case Progressing() | Aside():
             return seen, []
 
@@ -306,8 +318,8 @@ def _made_or_gone(window: Window, keys: Collection[str]) -> bool:
 
 
 def _explains(seen: Seen) -> bool:
-    """Whether it is a freeze for which others wait."""
-    return isinstance(seen, Freeze) and seen.kind != "symmetric" and seen.polls > 0
+    """Whether it is a freeze for which others may wait; one that is older than their stall is not."""
+    return isinstance(seen, Freeze) and seen.kind != "symmetric" and seen.polls > 0 and not seen.idle_until
 
 
 def _is_symmetric(freeze: Freeze, seen: Seen | None) -> bool:

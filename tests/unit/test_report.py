@@ -146,6 +146,72 @@ def test_the_same_record_has_the_same_digest_whatever_stands_around_it():
     assert one.records[key].digest == two.records[key].digest != three.records[key].digest
 
 
+@pytest.mark.parametrize("missing_field", ["status", "collective_counts", "host", "pid", "nvml_dev"])
+def test_a_rank_that_says_less_is_read_as_far_as_it_goes(missing_field):
+    short = {name: value for name, value in rank(1, 4).items() if name != missing_field}
+    (found,) = decoded(report(communicator([rank(0, 5), short, rank(2, 5)])))
+    assert [r.rank for r in found.ranks] == [0, 1, 2]
+    assert found.ranks[1].status == ("UNKNOWN" if missing_field == "status" else "RUNNING")
+    assert dict(found.ranks[1].counts).get("AllReduce") == (
+        None if missing_field == "collective_counts" else 4
+    )
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"init_state": 7},
+        {"async_error": 7},
+        {"finalize_called": True},
+        {"destroy_flag": True},
+        {"abort_flag": True},
+        {"abort_flag": None},
+    ],
+)
+def test_a_communicator_is_plain_only_while_all_of_its_ranks_run(other):
+    odd = communicator([rank(0, 5), rank(1, 4, status={**RUNNING, **other})], name="0xb")
+    parsed = parse_report(report(world(5, 4), odd))
+    assert [record.plain for record in parsed.records.values()] == [True, False]
+
+
+def test_a_communicator_without_a_member_is_not_plain():
+    fewer = {**world(5, 4, name="0xb"), "size": 3}
+    parsed = parse_report(report(communicator([rank(0, 1)], [missing(1)]), fewer))
+    assert [record.plain for record in parsed.records.values()] == [False, False]
+    assert parsed.entries == 4
+
+
+def test_of_a_communicator_that_is_there_twice_the_record_with_more_ranks_is_kept():
+    for records in ((world(1), world(2, 3), world(4)), (world(2, 3), world(1), world(4))):
+        parsed = parse_report(report(*records))
+        assert (len(parsed.records), parsed.dropped) == (1, 2)
+        (record,) = parsed.records.values()
+        assert [dict(r.counts)["AllReduce"] for r in record.decode().ranks] == [2, 3]
+
+
+def test_ranks_that_say_the_same_are_a_group_and_share_what_they_say():
+    aborts = rank(3, 5, status={**RUNNING, "abort_flag": True})
+    (found,) = decoded(report(communicator([rank(0, 5), rank(1, 4), rank(2, 5), aborts], [missing(4)])))
+    assert [(told.status, numbers) for told, numbers in found.groups] == [
+        ("RUNNING", (0, 2)),
+        ("RUNNING", (1,)),
+        ("ABORT", (3,)),
+    ]
+    assert found.counts[0] is found.counts[2]
+    assert found.processes == {number: ("10.0.0.1", 1000 + number, number) for number in range(5)}
+
+
+@pytest.mark.parametrize("indent", [None, 1, 4])
+def test_another_layout_says_the_same_and_is_looked_into(indent):
+    raw = report(world(5, 4), communicator([rank(0, 1)], [missing(1)], name="0xb"))
+    nccl, other = parse_report(raw), parse_report(json.dumps(json.loads(raw), indent=indent).encode())
+    assert [*nccl.records] == [*other.records]
+    assert not any(record.plain for record in other.records.values())
+    assert [record.decode() for record in nccl.records.values()] == [
+        record.decode() for record in other.records.values()
+    ]
+
+
 def test_missing_ranks_are_read():
     (found,) = decoded(report(communicator([rank(0, 1)], [missing(1, considered_dead=True)])))
     assert found.missing[0].considered_dead
