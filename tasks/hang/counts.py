@@ -19,7 +19,7 @@ def launches(counts: Counts, function: str) -> int:
 
 def skewed(ranks: Mapping[int, Counts]) -> tuple[str, ...]:
     """The functions of which the ranks launched different numbers, in NCCL's order, others after them."""
-    distinct = [dict(counts) for counts in set(ranks.values())]
+    distinct = [dict(counts) for counts in distinct_of(ranks).values()]
     named = {function for counts in distinct for function in counts}
     ordered = [*(f for f in FUNCTIONS if f in named), *sorted(named.difference(FUNCTIONS))]
     return tuple(f for f in ordered if len({counts.get(f, 0) for counts in distinct}) > 1)
@@ -47,15 +47,28 @@ def sides(ranks: Mapping[int, Counts]) -> tuple[tuple[int, ...], tuple[int, ...]
     Returns:
         (lagging, leading) ranks, both sorted, both empty where all are equal.
     """
-    functions = skewed(ranks)
-    if not functions:
+    distinct = distinct_of(ranks)
+    named = {one: dict(counts) for one, counts in distinct.items()} if len(distinct) > 1 else {}
+    behind: set[int] = set()
+    ahead: set[int] = set()
+    for function in {function for counts in named.values() for function in counts}:
+        launched = {one: counts.get(function, 0) for one, counts in named.items()}
+        least, most = min(launched.values()), max(launched.values())
+        if least < most:
+            behind.update(one for one, number in launched.items() if number < most)
+            ahead.update(one for one, number in launched.items() if number > least)
+    if not behind:
         return (), ()
-    most = {f: max(launches(counts, f) for counts in ranks.values()) for f in functions}
-    least = {f: min(launches(counts, f) for counts in ranks.values()) for f in functions}
-    behind = {rank for rank, counts in ranks.items() if any(launches(counts, f) < most[f] for f in functions)}
-    ahead = {rank for rank, counts in ranks.items() if any(launches(counts, f) > least[f] for f in functions)}
-    lagging = behind - ahead or set(minority(ranks))
-    return tuple(sorted(lagging)), tuple(sorted(set(ranks) - lagging))
+    late = behind - ahead
+    lagging = {rank for rank, counts in ranks.items() if id(counts) in late} or set(minority(ranks))
+    return tuple(sorted(lagging)), tuple(sorted(ranks.keys() - lagging))
+
+
+def distinct_of(ranks: Mapping[int, Counts]) -> dict[int, Counts]:
+    """The different counts, by the identity of the value: ranks that launched the same mostly share it, and
+    to hash each takes longer than all that is done with them.
+    """
+    return {id(counts): counts for counts in ranks.values()}
 
 
 def ranges(numbers: Iterable[int]) -> str:

@@ -1,7 +1,7 @@
 """From frozen to suspected to confirmed: what time makes of a freeze, and what witnesses are asked for."""
 
 from collections.abc import Iterable, Mapping
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -25,6 +25,7 @@ from tasks.hang.testimony import weigh
 from tasks.hang.witness import Witness
 
 _TOLD = (Suspected, Idle, Confirmed)
+_NEVER = datetime.max.replace(tzinfo=UTC)
 _ASK_AT_MOST = 64  # ranks behind that are looked at: beyond that the others say nothing new
 
 
@@ -98,7 +99,7 @@ def escalated(
     at, policy = poll.at, poll.policy
     if isinstance(before, Confirmed):
         return Confirmed(freeze, before.confirmed_at), []
-    if not freeze.polls:
+    if not freeze.repeated:
         return Frozen(freeze), []
     idle = idle and not _seen_stuck(freeze)
     if isinstance(before, Idle) and not idle:
@@ -221,6 +222,37 @@ def _as_suspect(step: _Step, policy: HangPolicy) -> tuple[State, list[Event]]:
     return Suspected(step.freeze, step.at), [step.event("still_suspected")]
 
 
+def calm_till(state: State, envelope_s: float, poll: Poll, *, extended: bool) -> datetime:
+    """Until when nothing can come of a state, as long as its freeze goes on and nothing else of the job
+    changes: thousands of communicators stand still at each poll of a hang.
+
+    Args:
+        state: As it is now.
+        envelope_s: The longest stall of the communicator that recovered.
+        poll: The report.
+        extended: Whether a rank of any freeze was seen to work.
+    """
+    at, policy = poll.at, poll.policy
+    match state:
+        case Confirmed():
+            return _NEVER
+        case Frozen(freeze) if not freeze.repeated:
+            return at
+        case Frozen(freeze):
+            next_s = [policy.suspect_after_s]
+        case Suspected(freeze, told_at):
+            next_s = [seconds(freeze.stalled_since, told_at) + policy.repeat_every_s]
+        case _:
+            return at
+    stalled_s = stalled(freeze, at, idle=False)
+    due_s = due_of(freeze, envelope_s, policy, extended=extended)
+    waits = freeze.asked_at is not None and freeze.testimony is None
+    if waits or stalled_s >= due_s:
+        return at
+    next_s += [due_s, policy.fast_confirm_s, *_points(freeze, stalled_s, due_s, policy, idle=False)]
+    return freeze.stalled_since + timedelta(seconds=min(one for one in next_s if one > stalled_s))
+
+
 def stalled(freeze: Freeze, at: datetime, *, idle: bool) -> float:
     """Seconds for which a freeze counts: while its members go on elsewhere, from its counts on."""
     return seconds(freeze.since if idle else freeze.stalled_since, at)
@@ -248,15 +280,15 @@ def _points(
     freeze: Freeze, stalled_s: float, due_s: float, policy: HangPolicy, *, idle: bool
 ) -> Iterable[float]:
     """Seconds of a stall at which a witness is wanted."""
-    beforedue_of = max(0.0, due_s - policy.lead_s(freeze.kind))
-    points = [beforedue_of]
+    before_due_s = max(0.0, due_s - policy.lead_s(freeze.kind))
+    points = [before_due_s]
     if freeze.kind == "unresponsive":
-        points.append(min(policy.suspect_after_s, beforedue_of))
+        points.append(min(policy.suspect_after_s, before_due_s))
     if freeze.kind == "mismatch" and policy.fast_confirm_s:
         points.append(max(0.0, policy.fast_confirm_s - policy.lead_s(freeze.kind)))
     if _must_agree(freeze, idle=idle) or freeze.kind == "unresponsive":
         again_s = policy.confirm_s(freeze.kind)
-        points.append(beforedue_of + max(0.0, (stalled_s - beforedue_of) // again_s) * again_s)
+        points.append(before_due_s + max(0.0, (stalled_s - before_due_s) // again_s) * again_s)
     return points
 
 

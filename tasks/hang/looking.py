@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from tasks.hang.counts import Counts, sides
 from tasks.hang.policy import HangPolicy
 from tasks.hang.reading import Reading, read
-from tasks.hang.report import Communicator, MissingRank, RankState, Record
+from tasks.hang.report import Communicator, Record
 from tasks.hang.states import (
     Aside,
     Confirmed,
@@ -33,7 +33,6 @@ class Poll(Struct, frozen=True):
 
     sighting: Sighting
     policy: HangPolicy
-    names: dict[Process, Process] = {}
 
     @property
     def at(self) -> datetime:
@@ -51,19 +50,21 @@ class Poll(Struct, frozen=True):
 
     def processes(self, communicator: Communicator) -> dict[int, Process]:
         """Which process is which rank; communicators share the values, for there are many."""
-        found: dict[int, Process] = {}
-        members: tuple[RankState | MissingRank, ...] = (*communicator.ranks, *communicator.missing)
-        for member in members:
-            device = member.nvml_dev if member.nvml_dev >= 0 else member.cuda_dev
-            process = (member.host, member.pid, device)
-            found[member.rank] = self.names.setdefault(process, process)
-        return found
+        return communicator.processes
 
 
 def look(  # noqa: PLR0911  a table, one line for each row
     before: State | None, record: Record, poll: Poll
 ) -> tuple[Seen, bool]:
     """What a communicator is now, and whether it moved since the last report."""
+    if (
+        isinstance(before, Progressing)
+        and before.size == record.size
+        and before.digest != record.digest
+        and record.plain
+    ):
+        # Its counts moved: nothing else of a record can change while all of its ranks run.
+        return _progressing(record, poll), True
     match before:
         case Frozen(freeze) | Suspected(freeze) | Idle(freeze) | Confirmed(freeze) if (
             freeze.size == record.size
@@ -74,7 +75,7 @@ def look(  # noqa: PLR0911  a table, one line for each row
         case Progressing(digest=digest, size=size) if (digest, size) == (record.digest, record.size):
             communicator = record.decode()
             reading = poll.read(communicator, communicator.counts)
-            return _still(communicator, record, reading, poll, since=before.since, polls=1), False
+            return _still(communicator, record, reading, poll, since=before.since, repeated=True), False
         case Aside(size=size, counts=counts) if size == record.size and (counts or not record.plain):
             return _beside(before, record, poll)
         case Progressing(size=size) | Aside(size=size) if size == record.size and record.plain:
@@ -92,7 +93,7 @@ def _first(communicator: Communicator, record: Record, poll: Poll) -> Seen:
     """
     reading = poll.read(communicator, communicator.counts)
     if reading.kind == "mismatch":
-        return _still(communicator, record, reading, poll, since=poll.at, polls=0)
+        return _still(communicator, record, reading, poll, since=poll.at, repeated=False)
     return _fresh(communicator, record, poll)
 
 
@@ -106,7 +107,9 @@ def _beside(before: Aside, record: Record, poll: Poll) -> tuple[Seen, bool]:
     reading = poll.read(communicator, {**before.counts, **shown})
     known = reading.aside == before.what and (nothing or not shown.keys() - before.counts.keys())
     since = before.since if known else poll.at
-    return _still(communicator, record, reading, poll, since=since, polls=0, known=before.counts), False
+    return _still(
+        communicator, record, reading, poll, since=since, repeated=False, known=before.counts
+    ), False
 
 
 def _moved(known: Mapping[int, Counts], shown: Mapping[int, Counts]) -> bool:
@@ -121,7 +124,7 @@ def _fresh(communicator: Communicator, record: Record, poll: Poll) -> Seen:
     """
     reading = poll.read(communicator, communicator.counts)
     if reading.aside is not None or record.missing_ranks_count:
-        return _still(communicator, record, reading, poll, since=poll.at, polls=0)
+        return _still(communicator, record, reading, poll, since=poll.at, repeated=False)
     return _progressing(record, poll)
 
 
@@ -137,7 +140,7 @@ def _still(
     poll: Poll,
     *,
     since: datetime,
-    polls: int,
+    repeated: bool,
     known: Mapping[int, Counts] = {},
 ) -> Aside | Freeze:
     """A communicator that stands still as its record reads."""
@@ -155,7 +158,7 @@ def _still(
     return Freeze(
         kind=reading.kind,
         since=since,
-        polls=polls,
+        repeated=repeated,
         digest=record.digest,
         size=record.size,
         counts={**known, **communicator.counts},
@@ -173,9 +176,10 @@ def _still(
 def _continued(freeze: Freeze, record: Record, poll: Poll) -> tuple[Seen, bool]:
     """A freeze goes on, changes, or ends."""
     if freeze.digest == record.digest:
+        if freeze.processes and freeze.repeated and (freeze.exact or not poll.exact):
+            return freeze, False  # the same value: what was concluded from it still holds
         if freeze.processes:
-            exact = freeze.exact or poll.exact
-            return replace(freeze, polls=freeze.polls + 1, exact=exact), False
+            return replace(freeze, repeated=True, exact=freeze.exact or poll.exact), False
         return _refilled(freeze, record.decode(), poll), False
     communicator = record.decode()
     if _moved(freeze.counts, communicator.counts):
@@ -184,7 +188,9 @@ def _continued(freeze: Freeze, record: Record, poll: Poll) -> tuple[Seen, bool]:
     reading = poll.read(communicator, counts)
     if communicator.counts.keys() - freeze.counts.keys():
         # A rank that no report of this freeze showed before: it may have moved unseen, so time starts anew.
-        return _still(communicator, record, reading, poll, since=poll.at, polls=0, known=freeze.counts), False
+        return _still(
+            communicator, record, reading, poll, since=poll.at, repeated=False, known=freeze.counts
+        ), False
     return _gone_on(freeze, communicator, record, reading, poll, counts)
 
 
@@ -201,7 +207,7 @@ def _gone_on(  # noqa: PLR0917  the record in all forms in which it is known by 
     silent = tuple(rank for rank in freeze.silent if rank in missing)
     now = replace(
         freeze,
-        polls=freeze.polls + 1,
+        repeated=True,
         digest=record.digest,
         counts=counts,
         missing=missing,
@@ -226,7 +232,9 @@ def _gone_on(  # noqa: PLR0917  the record in all forms in which it is known by 
         case "symmetric" if not reading.departed:
             return now, False
         case _:
-            return _still(communicator, record, reading, poll, since=poll.at, polls=0, known=counts), True
+            return _still(
+                communicator, record, reading, poll, since=poll.at, repeated=False, known=counts
+            ), True
 
 
 def _still_starting(freeze: Freeze, reading: Reading, missing: tuple[int, ...]) -> tuple[int, ...]:
@@ -244,7 +252,7 @@ def _refilled(freeze: Freeze, communicator: Communicator, poll: Poll) -> Freeze:
         lagging, leading = reading.lagging, reading.leading
     return replace(
         freeze,
-        polls=freeze.polls + 1,
+        repeated=True,
         exact=freeze.exact or poll.exact,
         counts=counts,
         lagging=lagging,
@@ -256,7 +264,7 @@ def _refilled(freeze: Freeze, communicator: Communicator, poll: Poll) -> Freeze:
 def restarted(seen: Seen, at: datetime) -> Seen:
     """Equal counts that stand still mean something only while the whole job does."""
     if isinstance(seen, Freeze) and seen.kind == "symmetric":
-        return replace(seen, since=at, polls=0, asked_at=None, testimony=None)
+        return replace(seen, since=at, repeated=False, asked_at=None, testimony=None)
     return seen
 
 
@@ -283,10 +291,12 @@ def moves_elsewhere(
     Returns:
         `elsewhere` and `active` after this report.
     """
+    if not active and not any(isinstance(seen, Progressing) for seen in looks.values()):
+        return {}, {}
     watched = {
         process
         for seen in looks.values()
-        if isinstance(seen, Freeze) and seen.kind == "mismatch" and seen.polls
+        if isinstance(seen, Freeze) and seen.kind == "mismatch" and seen.repeated
         for process in seen.processes.values()
     }
     if not watched:
@@ -313,11 +323,13 @@ def idle_until(freeze: Freeze, active: Mapping[Process, datetime], poll: Poll) -
     """Until when every member of a mismatch went on in other communicators; None where one of them did not,
     or not lately.
     """
-    if freeze.kind != "mismatch" or not freeze.processes:
+    if freeze.kind != "mismatch" or not freeze.processes or not active:
         return None
-    moments = [active.get(process) for process in freeze.processes.values()]
-    known = [moment for moment in moments if moment is not None and moment > freeze.since]
-    if len(known) < len(moments):
-        return None
+    known = []
+    for process in freeze.processes.values():
+        moment = active.get(process)
+        if moment is None or moment <= freeze.since:
+            return None
+        known.append(moment)
     lately_s = max(poll.policy.suspect_after_s, 3 * poll.policy.poll_interval_s)
     return min(known) if seconds(min(known), poll.at) <= lately_s else None

@@ -32,7 +32,7 @@ class _Kept(Struct, frozen=True, kw_only=True, omit_defaults=True):
     at: datetime | None = None
     kind: FreezeKind = "mismatch"
     since: datetime
-    polls: int
+    repeated: bool = True
     digest: str
     size: int
     counts: dict[str, str] = {}
@@ -139,7 +139,7 @@ def _kept_freeze(state: _States, at: datetime | None, freeze: Freeze) -> _Kept:
         at=at,
         kind=freeze.kind,
         since=freeze.since,
-        polls=freeze.polls,
+        repeated=freeze.repeated,
         digest=freeze.digest,
         size=freeze.size,
         counts={_counts_text(counts): _ranks_text(ranks) for counts, ranks in groups.items()},
@@ -174,7 +174,7 @@ def _recalled(kept: _Kept) -> State:
     freeze = Freeze(
         kind=kept.kind,
         since=kept.since,
-        polls=kept.polls,
+        repeated=kept.repeated,
         digest=kept.digest,
         size=kept.size,
         counts={rank: _counts(text) for text, who in kept.counts.items() for rank in _ranks(who)},

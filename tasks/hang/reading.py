@@ -5,7 +5,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from tasks.hang.counts import Counts, ranges, sides
+from tasks.hang.counts import Counts, distinct_of, ranges, sides
 from tasks.hang.policy import FreezeKind
 from tasks.hang.report import Communicator
 
@@ -42,7 +42,7 @@ def read(communicator: Communicator, counts: Mapping[int, Counts], *, witnesses:
             RAS considers dead is taken as gone.
     """
     state = _states(communicator, witnesses=witnesses)
-    present = sorted(rank.rank for rank in communicator.ranks)
+    present = sorted(communicator.numbers)
     starting = state.get("INIT", ())
     departed = tuple(sorted(rank for word in _DEPARTED for rank in state.get(word, ())))
     silent = state.get("SILENT", ())
@@ -52,7 +52,7 @@ def read(communicator: Communicator, counts: Mapping[int, Counts], *, witnesses:
         lagging = tuple(sorted({*starting, *state.get("LEFT", ())}))
         leading = tuple(rank for rank in present if rank not in lagging)
         return Reading(kind="init", lagging=lagging, leading=leading, silent=silent, remark=remark)
-    if not any(launched for each in set(counts.values()) for _, launched in each):
+    if not any(launched for each in distinct_of(counts).values() for _, launched in each):
         return Reading(kind=None, aside="unobservable", departed=departed, silent=silent, remark=remark)
     if silent and present:
         leading = tuple(rank for rank in present if rank not in departed)
@@ -86,9 +86,9 @@ _WORDS = {  # one rank, several ranks
 def _states(communicator: Communicator, *, witnesses: bool) -> dict[str, tuple[int, ...]]:
     """The ranks that are not plainly running, by what they are."""
     found: dict[str, list[int]] = {}
-    for rank in communicator.ranks:
-        if rank.status not in ("RUNNING", "UNKNOWN"):
-            found.setdefault(rank.status, []).append(rank.rank)
+    for told, numbers in communicator.groups:
+        if told.status not in ("RUNNING", "UNKNOWN"):
+            found.setdefault(told.status, []).extend(numbers)
     for absent in communicator.missing:
         if not absent.unresponsive:
             word = "LEFT"
@@ -101,9 +101,9 @@ def _states(communicator: Communicator, *, witnesses: bool) -> dict[str, tuple[i
 def _remark(communicator: Communicator, state: Mapping[str, tuple[int, ...]]) -> str:
     parts = [_clause(ranks, *_WORDS[word]) for word, ranks in state.items()]
     errors: dict[int, list[int]] = {}
-    for rank in communicator.ranks:
-        if rank.async_error not in _QUIET_ERRORS:
-            errors.setdefault(rank.async_error, []).append(rank.rank)
+    for told, numbers in communicator.groups:
+        if told.async_error not in _QUIET_ERRORS:
+            errors.setdefault(told.async_error, []).extend(numbers)
     for error, ranks in errors.items():
         text = f"in asynchronous error {error}"
         parts.append(_clause(ranks, f"is {text}", f"are {text}"))

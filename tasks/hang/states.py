@@ -34,7 +34,7 @@ class Freeze(Struct, frozen=True, kw_only=True):
 
     Args:
         since: When a report first showed these counts.
-        polls: Reports that showed them again since then.
+        repeated: Whether a later report showed them again.
         digest: Of the last record; the same digest proves that nothing moved.
         counts: Launches of each communicator rank, from the last report that showed it.
         lagging: Ranks that the others wait for: behind in launches, silent, or not through their init.
@@ -53,7 +53,7 @@ class Freeze(Struct, frozen=True, kw_only=True):
 
     kind: FreezeKind
     since: datetime
-    polls: int
+    repeated: bool
     digest: str
     size: int
     counts: dict[int, Counts]

@@ -32,7 +32,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from tasks.hang.counts import Counts
-from tasks.hang.escalation import escalated, is_same, learned, released, testify
+from tasks.hang.escalation import calm_till, escalated, is_same, learned, released, testify
 from tasks.hang.looking import Poll, Seen, idle_until, look, moves_elsewhere, restarted
 from tasks.hang.policy import HangPolicy
 from tasks.hang.states import (
@@ -56,6 +56,20 @@ from tasks.hang.states import (
 from tasks.hang.witness import Question, Witness
 
 
+class Job(Struct, frozen=True, kw_only=True):
+    """What all communicators of a report say together.
+
+    Args:
+        explained: Whether one stands still for which others may wait.
+        extended: Whether a rank was seen to work for which others may wait.
+        policy: By which they were judged.
+    """
+
+    explained: bool
+    extended: bool
+    policy: HangPolicy
+
+
 class Window(Struct, frozen=True, kw_only=True):
     """All that is remembered between two polls of one attempt of a run.
 
@@ -68,6 +82,8 @@ class Window(Struct, frozen=True, kw_only=True):
         active: When a process of a mismatch was last seen launching in another communicator.
         opened_at: The moment of the first freeze among the hangs, from the first confirmation on. It names
             the incident, so a communicator that is confirmed later does not change it.
+        calm_until: Until when nothing can come of a freeze as long as it goes on.
+        job: What all communicators said together in the last report.
         partial: Whether it comes from the memory of an earlier process, which leaves out what moves.
     """
 
@@ -85,6 +101,8 @@ class Window(Struct, frozen=True, kw_only=True):
     active: dict[Process, datetime] = {}
     opened_at: datetime | None = None
     partial: bool = False
+    calm_until: dict[str, datetime] = {}
+    job: Job | None = None
 
     @property
     def confirmed(self) -> dict[str, Freeze]:
@@ -99,7 +117,7 @@ class Window(Struct, frozen=True, kw_only=True):
         return {
             key: state.freeze
             for key, state in self.communicators.items()
-            if isinstance(state, Frozen | Suspected | Confirmed) and state.freeze.polls
+            if isinstance(state, Frozen | Suspected | Confirmed) and state.freeze.repeated
         }
 
     @property
@@ -107,7 +125,7 @@ class Window(Struct, frozen=True, kw_only=True):
         """Whether the last report showed something progress."""
         return any(
             isinstance(state, Progressing)
-            or (isinstance(state, Frozen) and not state.freeze.polls and state.freeze.kind != "symmetric")
+            or (isinstance(state, Frozen) and not state.freeze.repeated and state.freeze.kind != "symmetric")
             for state in self.communicators.values()
         )
 
@@ -180,7 +198,10 @@ def _with_witness(window: Window, witness: Witness, policy: HangPolicy) -> tuple
     envelope_s = window.envelopes.get(key, 0.0)
     now, events = testify(key, state, witness, envelope_s, policy, seen_at, extended=extended)
     states = {**window.communicators, key: now}
-    after = replace(window, communicators=states, opened_at=_opened_at(window.opened_at, states.values()))
+    calm = {one: until for one, until in window.calm_until.items() if one != key}
+    after = replace(
+        window, communicators=states, calm_until=calm, opened_at=_opened_at(window.opened_at, states.values())
+    )
     return after, tuple(events)
 
 
@@ -208,7 +229,7 @@ def _rebased(window: Window, at: datetime) -> Window:
     step = window.last_report_at - at
     states = {key: _moved_back(state, step) for key, state in window.communicators.items()}
     active = {process: moment - step for process, moment in window.active.items()}
-    return replace(window, communicators=states, active=active)
+    return replace(window, communicators=states, active=active, calm_until={})
 
 
 def _moved_back(state: State, step: timedelta) -> State:
@@ -247,37 +268,73 @@ def _with_report(window: Window, sighting: Sighting, policy: HangPolicy) -> tupl
     elsewhere, active = moves_elsewhere(window.elsewhere, window.active, window.communicators, looks, poll)
     idle = _idle(looks, active, poll)
     looks.update(idle)
-    envelopes = dict(window.envelopes)
-    states: dict[str, State] = {}
-    job = _Job(explained=any(map(_explains, looks.values())), extended=_extended(looks.values()))
-    for key in sorted(looks.keys() | window.communicators.keys()):
-        before, seen = window.communicators.get(key), looks.get(key)
-        if isinstance(before, Stopped) and not is_same(before, seen):
-            if key in moved or _is_symmetric(before.freeze, seen):
-                envelopes.update(learned(key, before, envelopes, poll))
-            events += released(key, before, seen, poll)
-            before = None
-        if seen is not None:
-            envelope_s = envelopes.get(key, 0.0)
-            states[key], told = _stepped(key, before, seen, envelope_s, poll, job, idle=key in idle)
-            events += told
+    job = Job(
+        explained=any(map(_explains, looks.values())), extended=_extended(looks.values()), policy=policy
+    )
+    steps = _Steps(envelopes=dict(window.envelopes), events=events)
+    _take_steps(window, looks, moved, idle, poll, job, steps)
     after = Window(
         attempt_id=window.attempt_id,
-        communicators=states,
-        opened_at=_opened_at(window.opened_at, states.values()),
-        envelopes=envelopes,
+        communicators=steps.states,
+        opened_at=_opened_at(window.opened_at, steps.states.values()),
+        envelopes=steps.envelopes,
         last_report_at=at,
         visible=sighting.visible or window.visible,
         nccl_version=sighting.report.nccl_version,
         entries=sighting.report.entries,
         elsewhere=elsewhere,
         active=active,
+        calm_until=steps.calm_until,
+        job=job,
     )
-    return after, tuple(events)
+    return after, tuple(sorted(steps.events, key=lambda event: event.communicator))
+
+
+class _Steps(Struct, kw_only=True):
+    """What a report makes of all communicators, while it is being put together."""
+
+    envelopes: dict[str, float]
+    events: list[Event]
+    states: dict[str, State] = {}
+    calm_until: dict[str, datetime] = {}
+
+
+def _take_steps(  # noqa: PLR0917  all that is known of a report by now
+    window: Window,
+    looks: Mapping[str, Seen],
+    moved: Collection[str],
+    idle: Collection[str],
+    poll: Poll,
+    job: Job,
+    steps: _Steps,
+) -> None:
+    calm_until = window.calm_until if job == window.job else {}
+    for key in [*looks, *(key for key in window.communicators if key not in looks)]:
+        before, seen = window.communicators.get(key), looks.get(key)
+        if isinstance(seen, Progressing | Aside) and not isinstance(before, Stopped):
+            steps.states[key] = seen
+            continue
+        until = calm_until.get(key)
+        if until is not None and poll.at < until and isinstance(before, Stopped) and seen is before.freeze:
+            steps.states[key], steps.calm_until[key] = before, until
+            continue
+        if isinstance(before, Stopped) and not is_same(before, seen):
+            if key in moved or _is_symmetric(before.freeze, seen):
+                steps.envelopes.update(learned(key, before, steps.envelopes, poll))
+            steps.events += released(key, before, seen, poll)
+            before = None
+        if seen is not None:
+            envelope_s = steps.envelopes.get(key, 0.0)
+            state, told = _stepped(key, before, seen, envelope_s, poll, job, idle=key in idle)
+            steps.states[key] = state
+            steps.events += told
+            steps.calm_until[key] = calm_till(state, envelope_s, poll, extended=job.extended)
 
 
 def _idle(looks: Mapping[str, Seen], active: Mapping[Process, datetime], poll: Poll) -> dict[str, Freeze]:
     """The mismatches whose members all go on in other communicators."""
+    if not active:
+        return {}
     idle: dict[str, Freeze] = {}
     for key, seen in looks.items():
         until = idle_until(seen, active, poll) if isinstance(seen, Freeze) else None
@@ -286,20 +343,8 @@ def _idle(looks: Mapping[str, Seen], active: Mapping[Process, datetime], poll: P
     return idle
 
 
-class _Job(Struct, frozen=True, kw_only=True):
-    """What all communicators of a report say together.
-
-    Args:
-        explained: Whether one stands still for which others may wait.
-        extended: Whether a rank was seen to work for which others may wait.
-    """
-
-    explained: bool
-    extended: bool
-
-
 def _stepped(  # noqa: PLR0917  as escalated
-    key: str, before: State | None, seen: Seen, envelope_s: float, poll: Poll, job: _Job, *, idle: bool
+    key: str, before: State | None, seen: Seen, envelope_s: float, poll: Poll, job: Job, *, idle: bool
 ) -> tuple[State, list[Event]]:
     match seen:
         case Freeze(kind="symmetric") if job.explained:
@@ -319,7 +364,7 @@ def _made_or_gone(window: Window, keys: Collection[str]) -> bool:
 
 def _explains(seen: Seen) -> bool:
     """Whether it is a freeze for which others may wait; one that is older than their stall is not."""
-    return isinstance(seen, Freeze) and seen.kind != "symmetric" and seen.polls > 0 and not seen.idle_until
+    return isinstance(seen, Freeze) and seen.kind != "symmetric" and seen.repeated and not seen.idle_until
 
 
 def _is_symmetric(freeze: Freeze, seen: Seen | None) -> bool:

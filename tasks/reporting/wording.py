@@ -136,13 +136,13 @@ _WORDS: dict[type, str] = {
 def _word(state: State) -> str:
     if isinstance(state, Aside):
         return "leaving" if state.what == "leaving" else "not observable by RAS"
-    if isinstance(state, Frozen) and not state.freeze.polls:
+    if isinstance(state, Frozen) and not state.freeze.repeated:
         return "quiet" if state.freeze.kind == "symmetric" else "progressing"
     return _WORDS[type(state)]
 
 
 def _row(key: str, state: State) -> dict[str, str]:
-    missing = remark = kind = behind = polls = ""
+    missing = remark = kind = behind = ""
     match state:
         case Progressing():
             since, size, missing = state.since, state.size, str(state.missing or "")
@@ -150,7 +150,7 @@ def _row(key: str, state: State) -> dict[str, str]:
             since, size, missing = state.since, state.size, str(state.missing or "")
             remark = state.remark or "no collective was ever counted; sends and receives are not"
         case Frozen(freeze) | Suspected(freeze) | Idle(freeze) | Confirmed(freeze):
-            since, size, polls, kind = freeze.stalled_since, freeze.size, str(freeze.polls), freeze.kind
+            since, size, kind = freeze.stalled_since, freeze.size, freeze.kind
             behind, missing = ranges(freeze.lagging), str(len(freeze.missing) or "")
             said = freeze.testimony.reason if freeze.testimony else ""
             remark = "; ".join(part for part in (freeze.remark, said) if part)
@@ -162,7 +162,6 @@ def _row(key: str, state: State) -> dict[str, str]:
         "behind (communicator ranks)": behind,
         "do not answer": missing,
         "unchanged since": since.isoformat(timespec="seconds"),
-        "polls": polls,
         "remark": remark,
     }
 

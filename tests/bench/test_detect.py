@@ -24,11 +24,12 @@ def test_a_poll(benchmark, tmp_path, case):
     assert events == ()
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_a_poll_takes_less_than_with_ray(tmp_path, case):
+# Far below what is measured on a quiet machine: what breaks this is no noise.
+@pytest.mark.parametrize(("case", "times_less"), [("healthy", 5), ("frozen", 5), ("worst", 1.5)])
+def test_a_poll_takes_less_than_with_ray(tmp_path, case, times_less):
     files = reports(SMALL, case, tmp_path)
     ours_s, rays_s = cpu_s(ours(files), rays(files), runs=10)
-    assert ours_s < rays_s / 2
+    assert ours_s < rays_s / times_less
 
 
 @pytest.mark.parametrize("shape", [SMALL, parallel(64, 8, 8)], ids=lambda shape: shape.name)

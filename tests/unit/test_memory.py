@@ -37,7 +37,7 @@ freezes = st.builds(
     Freeze,
     kind=st.sampled_from(["mismatch", "unresponsive", "symmetric", "init"]),
     since=moments,
-    polls=st.integers(0, 1000),
+    repeated=st.booleans(),
     digest=st.text("0123456789abcdef", min_size=32, max_size=32),
     size=st.integers(1, 64),
     counts=st.dictionaries(st.integers(0, 40), launched, max_size=8),
@@ -158,7 +158,7 @@ def stuck(size, *, kind="mismatch", apart=3, asked=False):
     return Freeze(
         kind=kind,
         since=at(PICK.randrange(10_000)),
-        polls=PICK.randrange(1, 40),
+        repeated=True,
         digest=hexes(32)[2:],
         size=size,
         counts=counts,

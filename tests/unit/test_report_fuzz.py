@@ -280,6 +280,7 @@ ODD = {
         b'"collective_counts": {',
         b'"pid": 7, "rank": 9,\n          "collective_counts": {',
     ),
+    "another number before the status": (b'"pid": 1001,', b'"pid": 1001,\n          "rank": 9,'),
     "two numbers": (b'"rank": 101,', b'"rank": 1,7,'),
     "a number that is none": (b'"rank": 101,', b'"rank": 0_1,'),
     "a comma too many": (b'"Reduce": 0,', b'"Reduce": 0,,'),

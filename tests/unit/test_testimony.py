@@ -26,7 +26,13 @@ def freeze(kind, *launched, **fields):
     lagging = tuple(number for number, count in enumerate(launched) if count < max(launched))
     known = {"lagging": lagging if kind == "mismatch" else (), "leading": (), "missing": (), **fields}
     return Freeze(
-        kind=kind, since=at(0), polls=3, digest="d", size=len(launched), counts=counts(*launched), **known
+        kind=kind,
+        since=at(0),
+        repeated=True,
+        digest="d",
+        size=len(launched),
+        counts=counts(*launched),
+        **known,
     )
 
 

@@ -303,7 +303,8 @@ def test_the_order_of_ranks_and_communicators_does_not_matter(data):
 class WindowMachine(RuleBasedStateMachine):
     """A job of three communicators whose ranks launch, stop, go missing and come back.
 
-    The model keeps the true counts and when each communicator last moved.
+    The model keeps the true counts and when each communicator last moved as far as a report can show: a rank
+    that launches and then does not answer moved unseen.
     """
 
     @initialize()
@@ -313,6 +314,8 @@ class WindowMachine(RuleBasedStateMachine):
         self.counts = {name: [0] * size for name, size in (("0xa", 2), ("0xb", 3), ("0xc", 4))}
         self.absent: dict[str, set[int]] = {name: set() for name in self.counts}
         self.moved = dict.fromkeys(self.counts, 0.0)
+        self.launched = dict.fromkeys(self.counts, 0.0)
+        self.shown: dict[str, dict[int, int]] = {name: {} for name in self.counts}
         self.events = []
 
     @rule(name=st.sampled_from(["0xa", "0xb", "0xc"]), who=st.integers(0, 3), steps=st.integers(1, 3))
@@ -320,7 +323,7 @@ class WindowMachine(RuleBasedStateMachine):
         ranks = self.counts[name]
         ranks[who % len(ranks)] += steps
         self.absent[name].discard(who % len(ranks))
-        self.moved[name] = self.seconds
+        self.launched[name] = self.seconds
 
     @rule(name=st.sampled_from(["0xb", "0xc"]), who=st.integers(0, 3))
     def hide(self, name, who):
@@ -333,6 +336,11 @@ class WindowMachine(RuleBasedStateMachine):
     @rule(gap_s=st.sampled_from([1.0, 10.0, 10.0, 10.0, 25.0]))
     def poll(self, gap_s):
         self.seconds += gap_s
+        for name, counts in self.counts.items():
+            visible = {i: n for i, n in enumerate(counts) if i not in self.absent[name]}
+            if any(self.shown[name].get(i) != n for i, n in visible.items()):
+                self.moved[name] = self.launched[name]
+            self.shown[name].update(visible)
         groups = [
             communicator(
                 [rank(i, n) for i, n in enumerate(counts) if i not in self.absent[name]],
