@@ -48,7 +48,9 @@ def sides(ranks: Mapping[int, Counts]) -> tuple[tuple[int, ...], tuple[int, ...]
         (lagging, leading) ranks, both sorted, both empty where all are equal.
     """
     distinct = distinct_of(ranks)
-    named = {one: dict(counts) for one, counts in distinct.items()} if len(distinct) > 1 else {}
+    if len(distinct) == 1:
+        return (), ()
+    named = {one: dict(counts) for one, counts in distinct.items()}
     behind: set[int] = set()
     ahead: set[int] = set()
     for function in {function for counts in named.values() for function in counts}:

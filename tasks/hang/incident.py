@@ -63,7 +63,9 @@ def incident_of(run_name: str, window: Window) -> Incident | None:
 
 def _order(key: str, freeze: Freeze, confirmed: Mapping[str, Freeze]) -> tuple[Any, ...]:
     older = freeze.idle_until is not None  # apart before anybody stood still
-    return key not in confirmed, older, freeze.kind == "symmetric", freeze.stalled_since, freeze.size, key
+    waits = freeze.testimony is not None and freeze.testimony.waits  # its ranks behind wait for others
+    equal = freeze.kind == "symmetric"
+    return key not in confirmed, older, equal, waits, freeze.stalled_since, freeze.size, key
 
 
 def manual_folder(at: datetime) -> str:

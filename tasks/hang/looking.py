@@ -57,14 +57,6 @@ def look(  # noqa: PLR0911  a table, one line for each row
     before: State | None, record: Record, poll: Poll
 ) -> tuple[Seen, bool]:
     """What a communicator is now, and whether it moved since the last report."""
-    if (
-        isinstance(before, Progressing)
-        and before.size == record.size
-        and before.digest != record.digest
-        and record.plain
-    ):
-        # Its counts moved: nothing else of a record can change while all of its ranks run.
-        return _progressing(record, poll), True
     match before:
         case Frozen(freeze) | Suspected(freeze) | Idle(freeze) | Confirmed(freeze) if (
             freeze.size == record.size
@@ -78,13 +70,26 @@ def look(  # noqa: PLR0911  a table, one line for each row
             return _still(communicator, record, reading, poll, since=before.since, repeated=True), False
         case Aside(size=size, counts=counts) if size == record.size and (counts or not record.plain):
             return _beside(before, record, poll)
-        case Progressing(size=size) | Aside(size=size) if size == record.size and record.plain:
-            # Its counts moved: nothing else of a record can change while all of its ranks run.
+        case Progressing() | Aside() if goes_on(before, record):
             return _progressing(record, poll), True
         case None:
             return _first(record.decode(), record, poll), False
         case _:
             return _fresh(record.decode(), record, poll), True
+
+
+def goes_on(before: Progressing | Aside, record: Record) -> bool:
+    """Whether a record that changed says that its ranks launched something.
+
+    While all of them run nothing else of it can change. Of a communicator that moved by the last report it is
+    taken to be so without a look at the status of each rank, where nobody is missing: should a status be all
+    that changed, the next record is the same, and is looked into.
+    """
+    if before.size != record.size:
+        return False
+    if isinstance(before, Progressing) and not before.missing and not record.missing_ranks_count:
+        return True
+    return record.plain
 
 
 def _first(communicator: Communicator, record: Record, poll: Poll) -> Seen:
@@ -119,11 +124,11 @@ def _moved(known: Mapping[int, Counts], shown: Mapping[int, Counts]) -> bool:
 def _fresh(communicator: Communicator, record: Record, poll: Poll) -> Seen:
     """A communicator that was not seen like this before.
 
-    Counts are kept from the first sight on where a member is missing: the next record may differ without
-    anybody having moved. Of any other one the digest tells.
+    Counts are kept from the first sight on where a member is missing or in its init: the next record may
+    differ without anybody having moved. Of any other one the digest tells.
     """
     reading = poll.read(communicator, communicator.counts)
-    if reading.aside is not None or record.missing_ranks_count:
+    if reading.aside is not None or reading.kind == "init" or record.missing_ranks_count:
         return _still(communicator, record, reading, poll, since=poll.at, repeated=False)
     return _progressing(record, poll)
 

@@ -19,7 +19,9 @@ from tasks.hang.policy import FreezeKind
 from tasks.hang.states import Blind, Confirmed, Freeze, Frozen, Idle, State, Suspected, Testimony
 from tasks.hang.window import Window
 
-_COUNTS_BYTES = 40_000
+_BYTES = 58_000  # what freezes and envelopes may take together; a block is read and written whole
+_FREEZE_BYTES = 380  # one without its ranks and counts, and with a witness asked
+_ENVELOPE_BYTES = 60
 _ENVELOPES_KEPT = 200
 
 _States = Literal["frozen", "suspected", "idle", "confirmed"]
@@ -70,7 +72,7 @@ def remember(window: Window) -> dict[str, Any]:
     longest = sorted(window.envelopes.items(), key=lambda item: -item[1])[:_ENVELOPES_KEPT]
     document = _Document(
         attempt_id=window.attempt_id,
-        communicators=_within_bounds(kept),
+        communicators=_within_bounds(kept, _BYTES - _ENVELOPE_BYTES * len(longest)),
         envelopes=dict(longest),
         blind=window.blind,
         failed_polls=window.failed_polls,
@@ -107,6 +109,7 @@ def recall(document: Mapping[str, Any], attempt_id: str) -> Window:
         entries=known.entries,
         opened_at=known.opened_at,
         partial=True,
+        still=len(states),
     )
 
 
@@ -158,10 +161,10 @@ def _kept_freeze(state: _States, at: datetime | None, freeze: Freeze) -> _Kept:
     )
 
 
-def _within_bounds(kept: Mapping[str, _Kept]) -> dict[str, _Kept]:
+def _within_bounds(kept: Mapping[str, _Kept], most_bytes: int) -> dict[str, _Kept]:
     """Keep counts from the oldest freeze on, as far as there is room."""
     bounded: dict[str, _Kept] = {}
-    left = _COUNTS_BYTES
+    left = most_bytes - _FREEZE_BYTES * len(kept)
     for key, one in sorted(kept.items(), key=lambda item: (item[1].state != "confirmed", item[1].since)):
         ranks = (one.lagging, one.leading, one.missing, one.silent, one.departed)
         size = sum(map(len, ranks)) + sum(len(counts) + len(who) for counts, who in one.counts.items())

@@ -33,7 +33,7 @@ from msgspec.structs import replace
 
 from tasks.hang.counts import Counts
 from tasks.hang.escalation import calm_till, escalated, is_same, learned, released, testify
-from tasks.hang.looking import Poll, Seen, idle_until, look, moves_elsewhere, restarted
+from tasks.hang.looking import Poll, Seen, goes_on, idle_until, look, moves_elsewhere, restarted
 from tasks.hang.policy import HangPolicy
 from tasks.hang.states import (
     Aside,
@@ -82,6 +82,7 @@ class Window(Struct, frozen=True, kw_only=True):
         active: When a process of a mismatch was last seen launching in another communicator.
         opened_at: The moment of the first freeze among the hangs, from the first confirmation on. It names
             the incident, so a communicator that is confirmed later does not change it.
+        still: How many communicators stand still.
         calm_until: Until when nothing can come of a freeze as long as it goes on.
         job: What all communicators said together in the last report.
         partial: Whether it comes from the memory of an earlier process, which leaves out what moves.
@@ -101,6 +102,7 @@ class Window(Struct, frozen=True, kw_only=True):
     active: dict[Process, datetime] = {}
     opened_at: datetime | None = None
     partial: bool = False
+    still: int = 0
     calm_until: dict[str, datetime] = {}
     job: Job | None = None
 
@@ -259,10 +261,19 @@ def _with_report(window: Window, sighting: Sighting, policy: HangPolicy) -> tupl
         events.append(Event(at=at, event="recovered", stalled_s=blind_s, reason=reason))
     looks: dict[str, Seen] = {}
     moved: set[str] = set()
+    stands = window.still > 0
     for key, record in records.items():
-        looks[key], goes = look(window.communicators.get(key), record, poll)
+        before = window.communicators.get(key)
+        if type(before) is Progressing and before.digest != record.digest and goes_on(before, record):
+            looks[key] = Progressing(record.digest, at, record.size)  # as look() says, and most of all polls
+            moved.add(key)
+            continue
+        looks[key], goes = look(before, record, poll)
+        stands = stands or isinstance(looks[key], Freeze)
         if goes:
             moved.add(key)
+    if not stands:
+        return _all_well(window, looks, poll), tuple(events)
     if moved or _made_or_gone(window, records.keys()):
         looks = {key: restarted(seen, at) for key, seen in looks.items()}
     elsewhere, active = moves_elsewhere(window.elsewhere, window.active, window.communicators, looks, poll)
@@ -286,8 +297,23 @@ def _with_report(window: Window, sighting: Sighting, policy: HangPolicy) -> tupl
         active=active,
         calm_until=steps.calm_until,
         job=job,
+        still=sum(isinstance(state, Stopped) for state in steps.states.values()),
     )
     return after, tuple(sorted(steps.events, key=lambda event: event.communicator))
+
+
+def _all_well(window: Window, looks: Mapping[str, Seen], poll: Poll) -> Window:
+    """The window after a report in which nothing stands still, where nothing did before."""
+    report = poll.sighting.report
+    return Window(
+        attempt_id=window.attempt_id,
+        communicators={key: seen for key, seen in looks.items() if not isinstance(seen, Freeze)},
+        envelopes=window.envelopes,
+        last_report_at=poll.at,
+        visible=poll.sighting.visible or window.visible,
+        nccl_version=report.nccl_version,
+        entries=report.entries,
+    )
 
 
 class _Steps(Struct, kw_only=True):

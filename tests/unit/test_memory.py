@@ -79,6 +79,20 @@ windows = st.builds(
 )
 
 
+KEPT = (
+    "attempt_id",
+    "envelopes",
+    "blind",
+    "failed_polls",
+    "failing_since",
+    "last_report_at",
+    "visible",
+    "nccl_version",
+    "entries",
+    "opened_at",
+)
+
+
 def lasting(state):
     """Whether the next report does not show it again."""
     if isinstance(state, Frozen):
@@ -96,7 +110,9 @@ def test_what_matters_comes_back_as_it_was(window):
         if lasting(state)
     }
     again = recall(document, "one")
-    assert again == replace(window, communicators=expected, partial=True)
+    assert again.communicators == expected
+    assert again.partial
+    assert {name: getattr(again, name) for name in KEPT} == {name: getattr(window, name) for name in KEPT}
     assert remember(again) == document
 
 
@@ -205,14 +221,14 @@ WORST = {
         lambda: job([suspected(stuck(size, asked=True)) for size in sizes(100)]), LIMIT_BYTES,
     ),
     "100 frozen, 16 ranks of each apart": (
-        lambda: job([suspected(stuck(size, apart=min(16, size // 2))) for size in sizes(100)]), 90_000,
+        lambda: job([suspected(stuck(size, apart=min(16, size // 2))) for size in sizes(100)]), LIMIT_BYTES,
     ),
     "100 of 512, every rank its own counts": (
-        lambda: job([suspected(stuck(512, apart=511)) for _ in range(100)]), 90_000,
+        lambda: job([suspected(stuck(512, apart=511)) for _ in range(100)]), LIMIT_BYTES,
     ),
-    "all 2,000 frozen": (lambda: job([suspected(stuck(size)) for size in sizes(2000)]), 900_000),
+    "all 2,000 frozen": (lambda: job([suspected(stuck(size)) for size in sizes(2000)]), 700_000),
     "all 2,000 symmetric": (
-        lambda: job([suspected(stuck(size, kind="symmetric", asked=True)) for size in sizes(2000)]), 900_000,
+        lambda: job([suspected(stuck(size, kind="symmetric", asked=True)) for size in sizes(2000)]), 700_000,
     ),
     "all 2,000 symmetric for less than the suspect time": (
         lambda: job([Frozen(stuck(size, kind="symmetric")) for size in sizes(2000)]), 10_000,

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from msgspec.structs import replace
 
 from tasks.hang.policy import HangPolicy
 from tests.simulated_job import KINDS, SECONDARY, Disturbance, Fault, Segment, Shape, Shift, SimulatedJob
@@ -13,7 +12,7 @@ from tests.simulated_job import KINDS, SECONDARY, Disturbance, Fault, Segment, S
 POLICY = HangPolicy()
 EVERY_S, CONFIRM_S = POLICY.poll_interval_s, POLICY.confirm_duration_s
 MOST_POLLS = 1000
-QUICK = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+QUICK = settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 # ---- jobs ------------------------------------------------------------------------------------------------
 
@@ -43,10 +42,9 @@ def healthy_jobs(draw):
     longest_s = CONFIRM_S - EVERY_S - shape.step_s - max((0.0, *shape.skew_s)) - 1
     segments = [training(draw, shape)]
     for _ in range(draw(st.integers(0, 14))):
-        kinds = ["pause", "wait", "evaluate", "rebuild", *([] if shape.setup else ["stuck"])]
-        kind = draw(st.sampled_from(kinds))
+        kind = draw(st.sampled_from(["pause", "wait", "stuck", "evaluate", "rebuild"]))
         most_s = {"evaluate": 2000.0, "rebuild": 60.0}.get(kind, longest_s)
-        if kind == "wait" and shape.dp == 1 and not shape.setup:
+        if kind == "wait":
             most_s += (POLICY.extend_factor - 1) * CONFIRM_S  # it is seen to work
         duration_s = draw(st.floats(5.0, most_s).map(int).map(float))
         segments += [
@@ -129,12 +127,6 @@ def test_a_hang_is_found_in_time(fault, data):
     calm = int((began_s + SETTLED_S + POLICY.suspect_after_s) // EVERY_S) + 3
     before = data.draw(disturbances(ranks=job.shape.ranks, polls=max(0, int(began_s // EVERY_S) - 3)))
     after = data.draw(disturbances(ranks=job.shape.ranks, first=calm, polls=calm + 30))
-    if fault == "wedge" and job.shape.pairs:  # see the last tests of this file
-        after = {number: replace(one, hides=None) for number, one in after.items()}
-    if fault == "init":
-        after = {
-            number: replace(one, hides=None) for number, one in after.items() if one.hides != job.fault.who
-        }
     disturbed = {**before, **after}
     shift = run(job, began_s + CONFIRM_S + 400, disturbed)
 
@@ -163,10 +155,11 @@ def test_a_watcher_that_starts_again_confirms_the_same(fault, data):
 
     def confirmed(restarts):
         shift = run(job, until_s, {number: Disturbance(restarts=True) for number in restarts})
-        return [
+        # Witnesses of one moment answer in any order.
+        return sorted(
             (seconds, event.communicator, event.kind, event.lagging, event.stalled_s)
             for seconds, event in shift.of("confirmed")
-        ]
+        )
 
     assert confirmed(again) == confirmed(())
 
