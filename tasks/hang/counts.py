@@ -5,7 +5,8 @@ a collective that only one rank ever launched is a mismatch too.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from operator import gt, lt
 
 FUNCTIONS = ("Broadcast", "Reduce", "AllGather", "ReduceScatter", "AllReduce")
 
@@ -50,20 +51,29 @@ def sides(ranks: Mapping[int, Counts]) -> tuple[tuple[int, ...], tuple[int, ...]
     distinct = distinct_of(ranks)
     if len(distinct) == 1:
         return (), ()
-    named = {one: dict(counts) for one, counts in distinct.items()}
-    behind: set[int] = set()
-    ahead: set[int] = set()
-    for function in {function for counts in named.values() for function in counts}:
-        launched = {one: counts.get(function, 0) for one, counts in named.items()}
-        least, most = min(launched.values()), max(launched.values())
-        if least < most:
-            behind.update(one for one, number in launched.items() if number < most)
-            ahead.update(one for one, number in launched.items() if number > least)
-    if not behind:
+    rows = _rows(list(distinct.values()))
+    columns = list(zip(*rows, strict=True))
+    least, most = [min(column) for column in columns], [max(column) for column in columns]
+    if least == most:
         return (), ()
-    late = behind - ahead
-    lagging = {rank for rank, counts in ranks.items() if id(counts) in late} or set(minority(ranks))
-    return tuple(sorted(lagging)), tuple(sorted(ranks.keys() - lagging))
+    late = {
+        one
+        for one, row in zip(distinct, rows, strict=True)
+        if any(map(lt, row, most)) and not any(map(gt, row, least))
+    }
+    lagging = sorted([rank for rank, counts in ranks.items() if id(counts) in late] or minority(ranks))
+    behind = set(lagging)
+    return tuple(lagging), tuple(sorted([rank for rank in ranks if rank not in behind]))
+
+
+def _rows(distinct: Sequence[Counts]) -> list[tuple[int, ...]]:
+    """The numbers of each, by function: mostly all name the same ones in the same order."""
+    names = [name for name, _ in distinct[0]]
+    if all([name for name, _ in counts] == names for counts in distinct):
+        return [tuple([number for _, number in counts]) for counts in distinct]
+    named = [dict(counts) for counts in distinct]
+    every = sorted({name for counts in named for name in counts})
+    return [tuple(counts.get(name, 0) for name in every) for counts in named]
 
 
 def distinct_of(ranks: Mapping[int, Counts]) -> dict[int, Counts]:

@@ -106,12 +106,20 @@ def escalated(
         freeze = replace(freeze, asked_at=None, testimony=None)  # what was seen then was no stall
     stalled_s = stalled(freeze, at, idle=idle)
     due_s = due_of(freeze, envelope_s, policy, extended=extended)
+    if before is None and stalled_s < _nothing_before(due_s, freeze, policy):
+        return Frozen(freeze), []
     freeze = _asked(freeze, stalled_s, due_s, poll, idle=idle)
     confirmed, reason = verdict_of(freeze, stalled_s, due_s, at, policy, idle=idle)
     step = _Step(key, before, freeze, at, stalled_s, due_s, reason)
     if confirmed:
         return confirm(step)
     return _as_idle(step, policy) if idle else _as_suspect(step, policy)
+
+
+def _nothing_before(due_s: float, freeze: Freeze, policy: HangPolicy) -> float:
+    """Seconds of a new stall before which nobody is asked and nothing is told."""
+    first_s = min(due_s, policy.fast_confirm_s or due_s) - policy.lead_s(freeze.kind)
+    return min(policy.suspect_after_s, first_s)
 
 
 class _Step(Struct, frozen=True):

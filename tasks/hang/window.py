@@ -354,7 +354,8 @@ def _take_steps(  # noqa: PLR0917  all that is known of a report by now
             state, told = _stepped(key, before, seen, envelope_s, poll, job, idle=key in idle)
             steps.states[key] = state
             steps.events += told
-            steps.calm_until[key] = calm_till(state, envelope_s, poll, extended=job.extended)
+            if isinstance(before, Stopped) and seen is before.freeze:
+                steps.calm_until[key] = calm_till(state, envelope_s, poll, extended=job.extended)
 
 
 def _idle(looks: Mapping[str, Seen], active: Mapping[Process, datetime], poll: Poll) -> dict[str, Freeze]:
