@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import httpx
 from cyclopts import App, Parameter
@@ -28,7 +28,7 @@ from tasks.reporting.wording import summary
 from tasks.settings import RasPlace, RasSourceName
 from tasks.wiring import eyes_of, load_run
 
-SETTINGS = tuple(name for name in TrainingRun.model_fields if name != "run_name")
+_DASHBOARD = "http://127.0.0.1:8265"
 app = App(
     name="rankwatch",
     help="Watches distributed training runs for NCCL hangs.",
@@ -46,9 +46,9 @@ def up() -> None:
 def add(
     run: str,
     *,
-    ray_address: str,
-    storage_path: str,
-    ray_dashboard_url: str = "http://127.0.0.1:8265",
+    ray_address: str | None = None,
+    storage_path: str | None = None,
+    ray_dashboard_url: str | None = None,
     ray_token: Annotated[str | None, Parameter(env_var="RANKWATCH_RAY_TOKEN")] = None,
     run_id: str | None = None,
     action: Action | None = None,
@@ -66,6 +66,12 @@ def add(
     symmetric_action: Action | None = None,
     init_action: Action | None = None,
     fast_confirm_s: float | Literal["on", "off"] | None = None,
+    witness_gap_s: float | None = None,
+    extend_factor: float | None = None,
+    envelope_cap_s: float | None = None,
+    settle_s: float | None = None,
+    capture_deadline_s: float | None = None,
+    acknowledge_within_s: float | None = None,
     shift_s: float | None = None,
     spool_path: str | None = None,
 ) -> None:
@@ -73,9 +79,9 @@ def add(
 
     Args:
         run: Name of the run in Ray Train.
-        ray_address: host:port of the cluster's GCS, or ray://host:port.
-        storage_path: Folder in which evidence is kept.
-        ray_dashboard_url: Address of Ray's dashboard.
+        ray_address: host:port of the cluster's GCS, or ray://host:port; needed for a new run.
+        storage_path: Folder in which evidence is kept; needed for a new run.
+        ray_dashboard_url: Address of Ray's dashboard; http://127.0.0.1:8265 for a new run.
         ray_token: Token of the cluster, better given as RANKWATCH_RAY_TOKEN.
         run_id: Ray Train's run id, where one name was used twice.
         action: What a confirmed hang leads to.
@@ -93,36 +99,47 @@ def add(
         symmetric_action: What a hang leads to where all ranks launched the same.
         init_action: What a hang leads to where a communicator is being created.
         fast_confirm_s: Confirm this early where witnesses agree strongly: seconds, on (90) or off.
+        witness_gap_s: Seconds between the two samples of a witness.
+        extend_factor: By which the confirm time grows, once, when a rank that is behind visibly works.
+        envelope_cap_s: The most that earlier stalls can make of a confirm time.
+        settle_s: Seconds at the start of an attempt in which RAS is not asked.
+        capture_deadline_s: Seconds that a capture may take.
+        acknowledge_within_s: Seconds until processes are killed where the in-job part does not answer.
         shift_s: Seconds that one flow run polls.
         spool_path: Local folder for the RAS history.
     """
-    given = TrainingRun(
-        run_name=run,
-        run_id=run_id,
-        ray_address=ray_address,
-        ray_dashboard_url=ray_dashboard_url,
-        ray_token=SecretStr(ray_token) if ray_token else None,
-        storage_path=storage_path,
-        action=action,
-        source=source,
-        place=place,
-        ras_addr=ras_addr,
-        poll_interval_s=poll_interval_s,
-        confirm_duration_s=confirm_duration_s,
-        suspect_after_s=suspect_after_s,
-        repeat_every_s=repeat_every_s,
-        confirm_unresponsive_s=confirm_unresponsive_s,
-        confirm_symmetric_s=confirm_symmetric_s,
-        confirm_init_s=confirm_init_s,
-        unresponsive_action=unresponsive_action,
-        symmetric_action=symmetric_action,
-        init_action=init_action,
-        fast_confirm_s=fast_confirm_s,
-        shift_s=shift_s,
-        spool_path=spool_path,
-    )
+    given = {
+        "ray_token": SecretStr(ray_token) if ray_token else None,
+        "run_id": run_id,
+        "ray_address": ray_address,
+        "ray_dashboard_url": ray_dashboard_url,
+        "storage_path": storage_path,
+        "action": action,
+        "source": source,
+        "place": place,
+        "ras_addr": ras_addr,
+        "poll_interval_s": poll_interval_s,
+        "confirm_duration_s": confirm_duration_s,
+        "suspect_after_s": suspect_after_s,
+        "repeat_every_s": repeat_every_s,
+        "confirm_unresponsive_s": confirm_unresponsive_s,
+        "confirm_symmetric_s": confirm_symmetric_s,
+        "confirm_init_s": confirm_init_s,
+        "unresponsive_action": unresponsive_action,
+        "symmetric_action": symmetric_action,
+        "init_action": init_action,
+        "fast_confirm_s": fast_confirm_s,
+        "witness_gap_s": witness_gap_s,
+        "extend_factor": extend_factor,
+        "envelope_cap_s": envelope_cap_s,
+        "settle_s": settle_s,
+        "capture_deadline_s": capture_deadline_s,
+        "acknowledge_within_s": acknowledge_within_s,
+        "shift_s": shift_s,
+        "spool_path": spool_path,
+    }
     with _server():
-        block, changes = _merged(given)
+        block, changes = _merged(run, {name: value for name, value in given.items() if value is not None})
         eyes = eyes_of(block)
         attempt = eyes.find()
         if attempt.finished:
@@ -140,17 +157,27 @@ def add(
     print("A shift was started." if started else "A shift is at work or about to start.")
 
 
-def _merged(given: TrainingRun) -> tuple[TrainingRun, list[str]]:
-    """What a run that is known already becomes: a flag that is not given keeps its value.
+def _merged(run: str, given: dict[str, Any]) -> tuple[TrainingRun, list[str]]:
+    """What a run becomes: of one that is known already, a flag that is not given keeps its value.
 
     Returns:
         The block, and what changes, as `field: old -> new`.
+
+    Raises:
+        SettingsError: the run is new, and a flag that it needs is missing.
     """
     try:
-        known = load_run(given.slug)
+        known = load_run(slug_of(run))
     except RunNotFound:
-        return given, []
-    fields = {name: value for name in SETTINGS if (value := getattr(given, name)) is not None}
+        for name in ("ray_address", "storage_path"):
+            if name not in given:
+                flag = f"--{name.replace('_', '-')}"
+                raise SettingsError(
+                    f"{run!r} is not known yet, so {flag} is needed.", f"Give {flag}."
+                ) from None
+        return TrainingRun(run_name=run, **{"ray_dashboard_url": _DASHBOARD, **given}), []
+    asked = TrainingRun(**{**known.model_dump(), **given})
+    fields = {name: getattr(asked, name) for name in given}
     changes = [
         f"{name}: {getattr(known, name)} -> {value}"
         for name, value in fields.items()

@@ -39,11 +39,13 @@ from tasks.reporting.history import (
     totals_of,
     worst,
 )
+from tasks.reporting.wording import summary
 
 _LONGEST_POLL_S = 86_400.0
 _PLOTS = 3
 _LISTED = 20
 _ROWS = 200
+_NAMED = 4  # ranks whose processes are named below a title
 _WIDTH = 100  # a curve gains nothing beyond
 
 
@@ -53,6 +55,7 @@ class Outcome(Struct, frozen=True):
     poll: Poll
     report: RasReport | None
     events: tuple[Event, ...]
+    window: Window
 
 
 class Course(Struct):
@@ -62,6 +65,7 @@ class Course(Struct):
     title: str
     lagging: tuple[int, ...] = ()
     missing: tuple[int, ...] = ()
+    who: str = ""
     lines: tuple[Line, ...] = ()
     totals: list[tuple[int | None, ...]] = []
 
@@ -165,7 +169,7 @@ def _step(window: Window, poll: Poll, policy: HangPolicy) -> tuple[Window, Outco
     if isinstance(read, RasReport):
         try:
             after, events = advance(window, Sighting(poll.at, read), policy)
-            return after, Outcome(poll, read, events)
+            return after, Outcome(poll, read, events, after)
         except RasError as error:  # a record that had to be looked into is not what NCCL documents
             read = error.what
     reason = f"{plain(poll.path.name)}: {read}"
@@ -173,7 +177,7 @@ def _step(window: Window, poll: Poll, policy: HangPolicy) -> tuple[Window, Outco
     if not events and after.blind is not None:  # the core tells only of the first one in a row
         blind_s = max(0.0, (poll.at - after.blind.since).total_seconds())
         events = (Event(at=poll.at, event="blind", stalled_s=blind_s, reason=reason),)
-    return after, Outcome(poll, None, events)
+    return after, Outcome(poll, None, events, after)
 
 
 # ---- what is printed ------------------------------------------------------------------------------------
@@ -193,7 +197,9 @@ def _print_json(polls: Sequence[Poll], policy: HangPolicy) -> bool:
 def _print_table(polls: Sequence[Poll], policy: HangPolicy) -> bool:
     told: list[Told] = []
     unreadable, largest, size = 0, "", 0
+    state: Window | None = None
     for outcome in _play(polls, policy):
+        state = outcome.window
         told += [Told(outcome.poll.elapsed_s, event) for event in outcome.events]
         unreadable += outcome.report is None
         for key, record in outcome.report.records.items() if outcome.report else ():
@@ -208,6 +214,7 @@ def _print_table(polls: Sequence[Poll], policy: HangPolicy) -> bool:
         courses = [Course(largest, f"The largest communicator: {plain(largest)}, {size} ranks")]
     _follow(courses, polls)
     for course in courses:
+        course.title += course.who
         _print_plot(console, course, [poll.elapsed_s for poll in polls])
     for event in tellers[_PLOTS : _PLOTS + _LISTED]:
         console.print(_title(event, numbers), soft_wrap=True)
@@ -221,6 +228,8 @@ def _print_table(polls: Sequence[Poll], policy: HangPolicy) -> bool:
         span_s=polls[-1].elapsed_s,
         confirm_s=policy.confirm_duration_s,
     )
+    if state is not None and state.communicators and state.blind is None:
+        console.print(f"In the last report: {summary(state)}")
     console.print(end)
     return any(each.event.event == "confirmed" for each in told)
 
@@ -261,11 +270,23 @@ def _follow(courses: Sequence[Course], polls: Sequence[Poll]) -> None:
         for course in courses:
             shown = None if isinstance(report, str) else _communicator(report, course.key)
             if shown is not None and not course.lines:
+                course.who = _who(shown, (*course.lagging, *course.missing))
                 members = [rank.rank for each in (shown.ranks, shown.missing) for rank in each]
                 course.lines = lines_of(members, lagging=course.lagging, missing=course.missing)
                 course.totals = [(None,) * len(course.lines)] * i
             if course.lines:
                 course.totals.append(totals_of(course.lines, shown.counts if shown is not None else {}))
+
+
+def _who(communicator: Communicator, ranks: Sequence[int]) -> str:
+    """Which processes the ranks of a communicator are: the same number is another rank in each."""
+    members = [communicator.member(rank) for rank in dict.fromkeys(ranks)][:_NAMED]
+    return "".join(
+        f"\nrank {member.rank} is pid {member.pid} on {plain(member.host)}, "
+        f"device {max(member.nvml_dev, member.cuda_dev)}"
+        for member in members
+        if member is not None
+    )
 
 
 def _communicator(report: RasReport, key: str) -> Communicator | None:

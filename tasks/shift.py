@@ -95,10 +95,13 @@ class Shift:
         """Say goodbye, so that the next shift need not wait for our heartbeat to grow old."""
         reason = self.over or (f"failed: {error}" if error else "the shift is over")
         self._scouts.shutdown(wait=False, cancel_futures=True)
+        if self.over == RUN_ENDED:  # nothing of it stands still any more
+            self.window = Window(attempt_id=self.attempt.attempt_id)
         try:
             self._clerk.shutdown(wait=True, cancel_futures=True)
             write(self.tenure, farewell=reason, run_ended=self.over == RUN_ENDED, **self._fields())
-            self._show(f"Not watched any more: {reason}." if self.over else "")
+            ended = f" The run {self.attempt.status}." if self.over == RUN_ENDED else ""
+            self._show(f"Not watched any more: {reason}.{ended}" if self.over else "")
         except (NotOurs, *SERVER_ERRORS) as away:
             self._log.info("No goodbye was written: %s", away)
 

@@ -94,3 +94,26 @@ def ranges(numbers: Iterable[int]) -> str:
             parts.append(str(first) if first == number else f"{first}-{number}")
             start = i + 1
     return ", ".join(parts)
+
+
+def apart(ranks: Mapping[int, Counts]) -> str:
+    """How the ranks differ: `AllReduce 236 (rank 1), 237 (ranks 0, 2-3)`; empty where they do not."""
+    said: list[str] = []
+    for function in skewed(ranks)[:_TOLD]:
+        groups: dict[int, list[int]] = {}
+        for rank, counts in ranks.items():
+            groups.setdefault(launches(counts, function), []).append(rank)
+        shown = [f"{number} ({_named(groups[number])})" for number in sorted(groups)[:_TOLD]]
+        more = f" and {len(groups) - _TOLD} more" if len(groups) > _TOLD else ""
+        said.append(f"{function} {', '.join(shown)}{more}")
+    return "; ".join(said)
+
+
+_TOLD = 3
+
+
+def _named(ranks: Sequence[int]) -> str:
+    text = ranges(ranks)
+    if len(text) > 40:  # noqa: PLR2004  beyond that nobody reads it
+        return f"{len(ranks)} ranks"
+    return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"

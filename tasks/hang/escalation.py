@@ -6,6 +6,7 @@ from datetime import UTC, datetime, timedelta
 from msgspec import Struct
 from msgspec.structs import replace
 
+from tasks.hang.counts import apart
 from tasks.hang.looking import Poll, Seen
 from tasks.hang.policy import ENVELOPE_FACTOR, HangPolicy
 from tasks.hang.states import (
@@ -110,7 +111,7 @@ def escalated(
         return Frozen(freeze), []
     freeze = _asked(freeze, stalled_s, due_s, poll, idle=idle)
     confirmed, reason = verdict_of(freeze, stalled_s, due_s, at, policy, idle=idle)
-    step = _Step(key, before, freeze, at, stalled_s, due_s, reason)
+    step = _Step(key, before, freeze, at, stalled_s, due_s, reason, policy.confirm_s(freeze.kind))
     if confirmed:
         return confirm(step)
     return _as_idle(step, policy) if idle else _as_suspect(step, policy)
@@ -132,9 +133,17 @@ class _Step(Struct, frozen=True):
     stalled_s: float
     due_s: float
     reason: str
+    confirm_s: float = 0.0
 
     def event(self, name: EventKind, why: str = "") -> Event:
+        """What is told of it. `confirm_s` is its confirm time without what was learned or seen; 0 leaves out
+        by what it grew.
+        """
         freeze = self.freeze
+        counts = apart(freeze.counts) if freeze.kind == "mismatch" and name != "recovered" else ""
+        grown = ""
+        if self.confirm_s and self.due_s > self.confirm_s and not freeze.extended:
+            grown = f"its confirm time is {self.due_s:g} s, since an earlier stall of it recovered"
         return Event(
             at=self.at,
             event=name,
@@ -145,7 +154,7 @@ class _Step(Struct, frozen=True):
             missing=freeze.missing,
             size=freeze.size,
             stalled_s=self.stalled_s,
-            reason=why or self.reason,
+            reason=_join(counts, why or self.reason, grown),
             due_s=self.due_s,
         )
 
@@ -179,7 +188,8 @@ def testify(  # noqa: PLR0917  as escalated, of which it is the other half
     stalled_s = stalled(freeze, seen_at, idle=idle)
     due_s = due_of(freeze, envelope_s, policy, extended=extended)
     confirmed, reason = verdict_of(freeze, stalled_s, due_s, seen_at, policy, idle=idle)
-    step = _Step(key, state, freeze, witness.observed_at, stalled_s, due_s, reason)
+    confirm_s = policy.confirm_s(freeze.kind)
+    step = _Step(key, state, freeze, witness.observed_at, stalled_s, due_s, reason, confirm_s)
     if confirmed:
         return confirm(step)
     match state:
@@ -338,7 +348,10 @@ def verdict_of(  # noqa: PLR0911  a table, one line for each row
     if freeze.kind == "unresponsive" and not freeze.exact:
         return False, _join(reason, "only reports with timeouts named it, which may name healthy ranks")
     if not policy.witnesses:
-        return not must_agree, _join(reason, "nobody can look at the processes" if must_agree else "")
+        unsure = "nobody can look at the processes" if must_agree else ""
+        if freeze.kind == "unresponsive":
+            unsure = "nobody can tell whether its process is still there"
+        return not must_agree, _join(reason, unsure)
     if said is None:
         waited_s = seconds(freeze.asked_at, at) if freeze.asked_at else 0.0
         late = waited_s >= policy.patience_s(freeze.kind)

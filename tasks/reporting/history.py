@@ -270,9 +270,14 @@ def closing(
         parts = [f"{_many(len(confirmed), 'hang')} confirmed ({named}), first after {first}, in {over}."]
     elif span_s < confirm_s:
         short = f"they span less than the confirm time of {confirm_s:g} s, so nothing could be"
-        parts = [f"Nothing was confirmed in {over}: {short}."]
+        parts = [f"Nothing was confirmed in {over}: {short}; set a shorter --confirm."]
     else:
         parts = [f"Nothing was confirmed in {over}, confirm time {confirm_s:g} s."]
+    parts += [
+        f"No. {numbers[each.event.communicator]} went on after {each.event.stalled_s:g} s: a longer confirm "
+        "time would not have called that a hang."
+        for each in _went_on(told)
+    ]
     last = {each.event.communicator: each.event.event for each in told}
     open_ = [numbers[key] for key, event in last.items() if event in {"suspected", "still_suspected"}]
     if open_:
@@ -280,6 +285,21 @@ def closing(
     if unreadable:
         parts.append(f"{_many(unreadable, 'file')} could not be read as a report.")
     return " ".join(parts)
+
+
+def _went_on(told: Sequence[Told]) -> list[Told]:
+    """The recoveries from what had been confirmed."""
+    hung: set[str] = set()
+    found: list[Told] = []
+    for each in told:
+        event = each.event
+        if event.event == "confirmed":
+            hung.add(event.communicator)
+        elif event.event == "recovered" and event.communicator in hung:
+            hung.discard(event.communicator)
+            if "gone" not in event.reason:
+                found.append(each)
+    return found
 
 
 def _many(number: int, what: str) -> str:

@@ -169,8 +169,7 @@ def _row(key: str, state: State) -> dict[str, str]:
 def state_markdown(run_name: str, window: Window, at: str, farewell: str = "") -> str:
     """What the UI shows of a run: one sentence, then the state of each communicator, the worst first."""
     rows = state_table(window)
-    lines = [f"# {run_name}", "", f"{summary(window)} ({at})", ""]
-    lines += [farewell, ""] if farewell else []
+    lines = [f"# {run_name}", "", f"{farewell or summary(window)} ({at})", ""]
     if rows:
         header = list(rows[0])
         lines += ["| " + " | ".join(header) + " |", "|" + " --- |" * len(header)]

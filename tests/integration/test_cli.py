@@ -11,7 +11,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from deployments.cli import _merged, main
 from tasks.blocks import HangWindow, TrainingRun
-from tasks.hang.errors import RunNotFound
+from tasks.hang.errors import RunNotFound, SettingsError
 from tasks.ownership import now
 from tasks.wiring import load_run
 
@@ -88,9 +88,14 @@ def test_a_known_run_keeps_what_is_not_given():
     name = f"run-{uuid.uuid4().hex[:6]}"
     fields = {"run_name": name, "ray_address": "h:1", "ray_dashboard_url": "http://h:1"}
     TrainingRun(**fields, storage_path="/old", action="fail", poll_interval_s=1).save(name)
-    block, changes = _merged(TrainingRun(**fields, storage_path="/new"))
+    block, changes = _merged(name, {"storage_path": "/new"})
     assert (block.action, block.poll_interval_s, block.storage_path) == ("fail", 1, "/new")
     assert changes == ["storage_path: /old -> /new"]
+
+
+def test_a_new_run_needs_its_addresses_by_name():
+    with pytest.raises(SettingsError, match="--storage-path is needed"):
+        _merged(f"run-{uuid.uuid4().hex[:6]}", {"ray_address": "h:1"})
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:9/api", "foo"])

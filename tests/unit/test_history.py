@@ -207,7 +207,7 @@ def test_the_closing_words_tell_nothing_happened_from_nothing_could():
     assert ending() == "Nothing was confirmed in 80 reports of 0:20:00, confirm time 600 s."
     assert ending(span_s=15.0, reports=1) == (
         "Nothing was confirmed in 1 report of 0:00:15: "
-        "they span less than the confirm time of 600 s, so nothing could be."
+        "they span less than the confirm time of 600 s, so nothing could be; set a shorter --confirm."
     )
 
 

@@ -326,7 +326,7 @@ def test_what_could_not_be_read_is_counted(shown, tmp_path):
         line.startswith("0:00:00 blind: poll01.json: The answer is not a RAS report") for line in lines
     )
     assert max(map(len, lines)) <= 80
-    assert text.endswith("2 files could not be read as a report.\n")
+    assert " ".join(text.split()).endswith("2 files could not be read as a report.")
 
 
 def test_a_folder_of_reports_without_any_communicator_is_no_error(shown, tmp_path):
