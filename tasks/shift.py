@@ -96,7 +96,7 @@ class Shift:
         reason = self.over or (f"failed: {error}" if error else "the shift is over")
         self._scouts.shutdown(wait=False, cancel_futures=True)
         if self.over == RUN_ENDED:  # nothing of it stands still any more
-            self.window = Window(attempt_id=self.attempt.attempt_id)
+            self.window = Window(attempt_id=self.window.attempt_id, blind=self.window.blind)
         try:
             self._clerk.shutdown(wait=True, cancel_futures=True)
             write(self.tenure, farewell=reason, run_ended=self.over == RUN_ENDED, **self._fields())
