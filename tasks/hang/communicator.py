@@ -121,12 +121,17 @@ class Communicator(Struct, frozen=True, kw_only=True, dict=True):
     @cached_property
     def groups(self) -> tuple[tuple[Told, tuple[int, ...]], ...]:
         """The ranks that say the same, by what they say, in the order of the first of each."""
-        found: dict[Told, list[int]] = {}
+        found: dict[int, tuple[Told, list[int]]] = {}  # by identity: values that are read are shared
         at = 0
         for said, times in self.told:
-            found.setdefault(said, []).extend(self.numbers[at : at + times])
+            numbers = self.numbers[at : at + times]
+            known = found.get(id(said))
+            if known is None:
+                found[id(said)] = said, list(numbers)
+            else:
+                known[1].extend(numbers)
             at += times
-        return tuple((said, tuple(numbers)) for said, numbers in found.items())
+        return tuple((said, tuple(numbers)) for said, numbers in found.values())
 
     @cached_property
     def all_running(self) -> bool:

@@ -20,7 +20,7 @@ def launches(counts: Counts, function: str) -> int:
 
 def skewed(ranks: Mapping[int, Counts]) -> tuple[str, ...]:
     """The functions of which the ranks launched different numbers, in NCCL's order, others after them."""
-    distinct = [dict(counts) for counts in distinct_of(ranks).values()]
+    distinct = [dict(counts) for counts, _ in grouped(ranks)]
     named = {function for counts in distinct for function in counts}
     ordered = [*(f for f in FUNCTIONS if f in named), *sorted(named.difference(FUNCTIONS))]
     return tuple(f for f in ordered if len({counts.get(f, 0) for counts in distinct}) > 1)
@@ -48,22 +48,42 @@ def sides(ranks: Mapping[int, Counts]) -> tuple[tuple[int, ...], tuple[int, ...]
     Returns:
         (lagging, leading) ranks, both sorted, both empty where all are equal.
     """
-    distinct = distinct_of(ranks)
-    if len(distinct) == 1:
+    return sides_of(grouped(ranks))
+
+
+Groups = Sequence[tuple[Counts, Sequence[int]]]  # counts, and the ranks that have them
+
+
+def grouped(ranks: Mapping[int, Counts]) -> list[tuple[Counts, list[int]]]:
+    """The ranks by what they launched, told by the identity of the value: ranks that launched the same mostly
+    share it, and to hash each takes longer than all that is done with them. So two groups may be equal.
+    """
+    found: dict[int, tuple[Counts, list[int]]] = {}
+    for rank, counts in ranks.items():
+        known = found.get(id(counts))
+        if known is None:
+            found[id(counts)] = counts, [rank]
+        else:
+            known[1].append(rank)
+    return list(found.values())
+
+
+def sides_of(groups: Groups) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """As `sides`, of ranks that are grouped."""
+    if len(groups) <= 1:
         return (), ()
-    rows = _rows(list(distinct.values()))
+    rows = _rows([counts for counts, _ in groups])
     columns = list(zip(*rows, strict=True))
     least, most = [min(column) for column in columns], [max(column) for column in columns]
     if least == most:
         return (), ()
-    late = {
-        one
-        for one, row in zip(distinct, rows, strict=True)
-        if any(map(lt, row, most)) and not any(map(gt, row, least))
-    }
-    lagging = sorted([rank for rank, counts in ranks.items() if id(counts) in late] or minority(ranks))
+    late = [any(map(lt, row, most)) and not any(map(gt, row, least)) for row in rows]
+    lagging = [rank for is_late, (_, ranks) in zip(late, groups, strict=True) if is_late for rank in ranks]
+    if not lagging:
+        lagging = list(minority({rank: counts for counts, ranks in groups for rank in ranks}))
     behind = set(lagging)
-    return tuple(lagging), tuple(sorted([rank for rank in ranks if rank not in behind]))
+    leading = [rank for _, ranks in groups for rank in ranks if rank not in behind]
+    return tuple(sorted(lagging)), tuple(sorted(leading))
 
 
 def _rows(distinct: Sequence[Counts]) -> list[tuple[int, ...]]:
@@ -74,13 +94,6 @@ def _rows(distinct: Sequence[Counts]) -> list[tuple[int, ...]]:
     named = [dict(counts) for counts in distinct]
     every = sorted({name for counts in named for name in counts})
     return [tuple(counts.get(name, 0) for name in every) for counts in named]
-
-
-def distinct_of(ranks: Mapping[int, Counts]) -> dict[int, Counts]:
-    """The different counts, by the identity of the value: ranks that launched the same mostly share it, and
-    to hash each takes longer than all that is done with them.
-    """
-    return {id(counts): counts for counts in ranks.values()}
 
 
 def ranges(numbers: Iterable[int]) -> str:

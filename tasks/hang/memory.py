@@ -19,8 +19,7 @@ from tasks.hang.policy import FreezeKind
 from tasks.hang.states import Blind, Confirmed, Freeze, Frozen, Idle, State, Suspected, Testimony
 from tasks.hang.window import Window
 
-_BYTES = 58_000  # what freezes and envelopes may take together; a block is read and written whole
-_FREEZE_BYTES = 380  # one without its ranks and counts, and with a witness asked
+_BYTES = 56_000  # what freezes and envelopes may take together; a block is read and written whole
 _ENVELOPE_BYTES = 60
 _ENVELOPES_KEPT = 200
 
@@ -155,22 +154,32 @@ def _kept_freeze(state: _States, at: datetime | None, freeze: Freeze) -> _Kept:
         extended=freeze.extended,
         idle_until=freeze.idle_until,
         remark=freeze.remark,
-        asked_at=freeze.asked_at,
-        asked=_ranks_text(freeze.asked),
-        testimony=freeze.testimony if state == "confirmed" else None,
+        # A question that is open is asked again by whoever goes on, who then waits for the answer.
+        asked_at=freeze.asked_at if freeze.testimony else None,
+        asked=_ranks_text(freeze.asked) if freeze.testimony else "",
+        testimony=_testimony(state, freeze.testimony),
     )
+
+
+def _testimony(state: _States, said: Testimony | None) -> Testimony | None:
+    """What a witness found still decides; the words are kept for a hang only."""
+    return said if said is None or state == "confirmed" else replace(said, reason="")
 
 
 def _within_bounds(kept: Mapping[str, _Kept], most_bytes: int) -> dict[str, _Kept]:
     """Keep counts from the oldest freeze on, as far as there is room."""
-    bounded: dict[str, _Kept] = {}
-    left = most_bytes - _FREEZE_BYTES * len(kept)
-    for key, one in sorted(kept.items(), key=lambda item: (item[1].state != "confirmed", item[1].since)):
-        ranks = (one.lagging, one.leading, one.missing, one.silent, one.departed)
-        size = sum(map(len, ranks)) + sum(len(counts) + len(who) for counts, who in one.counts.items())
-        left -= size
-        bounded[key] = one if left >= 0 else replace(one, counts={}, leading="", lagging="")
-    return bounded
+    bare = {key: replace(one, counts={}, leading="", lagging="") for key, one in kept.items()}
+    left = most_bytes - sum(len(key) + _size(one) for key, one in bare.items())
+    for key in sorted(kept, key=lambda key: (kept[key].state != "confirmed", kept[key].since)):
+        left -= _size(kept[key]) - _size(bare[key])
+        if left < 0:
+            break
+        bare[key] = kept[key]
+    return bare
+
+
+def _size(one: _Kept) -> int:
+    return len(msgspec.json.encode(one))
 
 
 def _recalled(kept: _Kept) -> State:

@@ -5,7 +5,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from tasks.hang.counts import Counts, distinct_of, ranges, sides
+from tasks.hang.counts import Counts, Groups, grouped, ranges, sides_of
 from tasks.hang.policy import FreezeKind
 from tasks.hang.report import Communicator
 
@@ -52,7 +52,11 @@ def read(communicator: Communicator, counts: Mapping[int, Counts], *, witnesses:
         lagging = tuple(sorted({*starting, *state.get("LEFT", ())}))
         leading = tuple(rank for rank in present if rank not in lagging)
         return Reading(kind="init", lagging=lagging, leading=leading, silent=silent, remark=remark)
-    if not any(launched for each in distinct_of(counts).values() for _, launched in each):
+    if counts is communicator.counts:
+        groups: Groups = [(told.counts, ranks) for told, ranks in communicator.groups]
+    else:
+        groups = grouped(counts)
+    if not any(launched for each, _ in groups for _, launched in each):
         return Reading(kind=None, aside="unobservable", departed=departed, silent=silent, remark=remark)
     if silent and present:
         leading = tuple(rank for rank in present if rank not in departed)
@@ -64,7 +68,7 @@ def read(communicator: Communicator, counts: Mapping[int, Counts], *, witnesses:
             departed=departed,
             remark=remark,
         )
-    lagging, leading = sides(counts)
+    lagging, leading = sides_of(groups)
     if lagging:
         return Reading(kind="mismatch", lagging=lagging, leading=leading, departed=departed, remark=remark)
     if departed or not present:

@@ -14,7 +14,7 @@ EventKind = Literal["suspected", "still_suspected", "confirmed", "recovered", "b
 Process = tuple[str, int, int]  # host as RAS prints it, pid, number of the device
 
 
-class Testimony(Struct, frozen=True):
+class Testimony(Struct, frozen=True, omit_defaults=True):
     """What witnesses make of a freeze.
 
     `stuck`: nothing that was seen moves (`waits`: the ranks behind wait in a collective themselves, so
@@ -24,7 +24,7 @@ class Testimony(Struct, frozen=True):
     """
 
     finding: Literal["stuck", "moves", "gone", "unclear"]
-    reason: str
+    reason: str = ""
     strong: bool = False
     waits: bool = False
 

@@ -238,7 +238,8 @@ def test_what_is_remembered_goes_on_where_it_was():
     again = recall(remember(window), "one")
     (kept,) = again.stalled.values()
     (freeze,) = window.stalled.values()
-    assert kept == replace(freeze, processes={}, testimony=None)
+    assert freeze.testimony
+    assert kept == replace(freeze, processes={}, testimony=replace(freeze.testimony, reason=""))
     assert isinstance(again.communicators[KEY], Suspected)
     assert recall(remember(window), "two") == Window(attempt_id="two")
     assert recall({"communicators": 3}, "one") == Window(attempt_id="one")
