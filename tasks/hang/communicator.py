@@ -6,14 +6,15 @@ time than a JSON parser needs for it, and less memory than its text.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cached_property, lru_cache
 from itertools import chain, repeat
 from sys import intern
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 from msgspec import Raw, Struct
+from xxhash import xxh3_128_digest
 
 from tasks.hang import layout
 from tasks.hang.counts import FUNCTIONS, Counts
@@ -67,28 +68,84 @@ class Told(Struct, frozen=True, gc=False):
     counts: Counts
 
 
-class Communicator(Struct, frozen=True, kw_only=True, dict=True):
+class Members(Struct, frozen=True, dict=True):
+    """Who the ranks of a communicator are that answered: mostly the same at each poll.
+
+    Args:
+        numbers: The ranks, in NCCL's order.
+        places: Of each of them; communicators share the values.
+    """
+
+    numbers: tuple[int, ...]
+    places: tuple[Place, ...]
+
+    @cached_property
+    def processes(self) -> dict[int, Process]:
+        """Which process is which rank."""
+        return dict(zip(self.numbers, [place.process for place in self.places], strict=True))
+
+
+class Said(Struct, frozen=True, dict=True):
+    """What the ranks of a communicator say. Groups of a job that do the same say the same, and share it.
+
+    Args:
+        numbers: The ranks that answered, in NCCL's order.
+        rows: What they say, and how many ranks in a row say it.
+    """
+
+    numbers: tuple[int, ...]
+    rows: tuple[tuple[Told, int], ...]
+
+    @cached_property
+    def memo(self) -> dict[Any, Any]:
+        """What others concluded from it."""
+        return {}
+
+    @cached_property
+    def each(self) -> list[Told]:
+        """By rank, in NCCL's order."""
+        return list(chain.from_iterable([repeat(said, times) for said, times in self.rows]))
+
+    @cached_property
+    def counts(self) -> dict[int, Counts]:
+        """Launches of each rank; ranks that launched the same share the value."""
+        rows = [repeat(said.counts, times) for said, times in self.rows]
+        return dict(zip(self.numbers, chain.from_iterable(rows), strict=True))
+
+    @cached_property
+    def groups(self) -> tuple[tuple[Told, tuple[int, ...]], ...]:
+        """The ranks that say the same, by what they say, in the order of the first of each."""
+        found: dict[int, tuple[Told, list[int]]] = {}  # by identity: values that are read are shared
+        at = 0
+        for said, times in self.rows:
+            numbers = self.numbers[at : at + times]
+            known = found.get(id(said))
+            if known is None:
+                found[id(said)] = said, list(numbers)
+            else:
+                known[1].extend(numbers)
+            at += times
+        return tuple([(said, tuple(numbers)) for said, numbers in found.values()])
+
+
+class Communicator(Struct, frozen=True, kw_only=True):
     """A decoded record. What is kept of its ranks is shared among communicators; the rest is made when it is
     asked for.
 
     Args:
         key: `hash/secondary_hash`, as NCCL prints them.
-        numbers: The ranks that answered, in NCCL's order.
-        places: Of each of them.
-        told: What they say, and how many ranks in a row say it.
     """
 
     key: str
     size: int
-    numbers: tuple[int, ...]
-    places: tuple[Place, ...]
-    told: tuple[tuple[Told, int], ...]
+    members: Members
+    said: Said
     missing: tuple[MissingRank, ...]
 
-    @cached_property
+    @property
     def ranks(self) -> tuple[RankState, ...]:
         """The members that answered."""
-        each = chain.from_iterable(repeat(said, times) for said, times in self.told)
+        members = self.members
         return tuple(
             RankState(
                 rank=number,
@@ -100,47 +157,31 @@ class Communicator(Struct, frozen=True, kw_only=True, dict=True):
                 async_error=said.async_error,
                 counts=said.counts,
             )
-            for number, place, said in zip(self.numbers, self.places, each, strict=True)
+            for number, place, said in zip(members.numbers, members.places, self.said.each, strict=True)
         )
 
-    @cached_property
+    @property
     def counts(self) -> dict[int, Counts]:
-        """Launches of each rank that answered; ranks that launched the same share the value."""
-        each = chain.from_iterable(repeat(said.counts, times) for said, times in self.told)
-        return dict(zip(self.numbers, each, strict=True))
+        """Launches of each rank that answered; ranks and communicators share the values."""
+        return self.said.counts
 
-    @cached_property
+    @property
     def processes(self) -> dict[int, Process]:
         """Which process is which rank, missing ones too; communicators share the values."""
-        found = dict(zip(self.numbers, (place.process for place in self.places), strict=True))
-        for absent in self.missing:
-            process = (absent.host, absent.pid, _device(absent.cuda_dev, absent.nvml_dev))
-            found[absent.rank] = process
-        return found
+        if not self.missing:
+            return self.members.processes
+        absent = {one.rank: (one.host, one.pid, _device(one.cuda_dev, one.nvml_dev)) for one in self.missing}
+        return {**self.members.processes, **absent}
 
-    @cached_property
-    def groups(self) -> tuple[tuple[Told, tuple[int, ...]], ...]:
-        """The ranks that say the same, by what they say, in the order of the first of each."""
-        found: dict[int, tuple[Told, list[int]]] = {}  # by identity: values that are read are shared
-        at = 0
-        for said, times in self.told:
-            numbers = self.numbers[at : at + times]
-            known = found.get(id(said))
-            if known is None:
-                found[id(said)] = said, list(numbers)
-            else:
-                known[1].extend(numbers)
-            at += times
-        return tuple((said, tuple(numbers)) for said, numbers in found.values())
-
-    @cached_property
+    @property
     def all_running(self) -> bool:
         """Whether every rank that answered is past its init and not shutting down.
 
         A status that NCCL did not say in full does not count against it: blind in one field is not blind
         in all.
         """
-        return bool(self.told) and all(said.status in ("RUNNING", "UNKNOWN") for said, _ in self.told)
+        rows = self.said.rows
+        return bool(rows) and all(said.status in ("RUNNING", "UNKNOWN") for said, _ in rows)
 
     def member(self, rank: int) -> RankState | MissingRank | None:
         """The member with that communicator rank."""
@@ -149,6 +190,7 @@ class Communicator(Struct, frozen=True, kw_only=True, dict=True):
 
 
 class _Place(Struct, forbid_unknown_fields=True, gc=False):
+    rank: int
     host: str = "unknown"
     pid: int = -1
     cuda_dev: int = -1
@@ -197,8 +239,7 @@ class _Body(Struct):
     missing_ranks: list[_Missing] = []
 
 
-_NUMBERS = msgspec.json.Decoder(tuple[int, ...])
-_PLACE = msgspec.json.Decoder(_Place)
+_PLACES = msgspec.json.Decoder(list[_Place])
 _STATE = msgspec.json.Decoder(_State)
 _BODY = msgspec.json.Decoder(_Body)
 _ABSENT = msgspec.json.Decoder(list[_Missing])
@@ -206,7 +247,10 @@ _STATUS = msgspec.json.Decoder(_Status | None)
 _COUNTS = msgspec.json.Decoder(dict[str, int | None] | None)
 
 
-def read(key: str, size: int, raw: bytes | Raw, start: int, end: int) -> Communicator:
+Pool = dict[tuple[tuple[int, ...], tuple[tuple[bytes, int], ...]], Said]
+
+
+def read(key: str, size: int, raw: bytes | Raw, start: int, end: int, *, pool: Pool) -> Communicator:
     """Understand a record.
 
     Args:
@@ -215,44 +259,63 @@ def read(key: str, size: int, raw: bytes | Raw, start: int, end: int) -> Communi
         raw: The document that the record stands in.
         start: Offset of the record in it.
         end: Offset behind the record.
+        pool: What communicators of the document say, by their texts.
 
     Raises:
         msgspec.MsgspecError, ValueError, RecursionError: it is not what NCCL documents.
     """
     if isinstance(raw, bytes):
         try:
-            known = _read_by_layout(key, size, raw, start, end)
+            laid_out = _read_by_layout(key, size, raw, start, end, pool=pool)
         except UNREADABLE:
-            known = None  # not laid out as it looks; if it is no JSON either, that is found below
-        if known is not None:
-            return known
+            laid_out = None  # not as it looks; if it is no JSON either, that is found below
+        if laid_out is not None:
+            return laid_out
     body = _body(memoryview(raw)[start:end])
+    members = _members_of(body.ranks)
+    rows = _in_a_row([(_told(bytes(rank.status), bytes(rank.collective_counts)), 1) for rank in body.ranks])
+    missing = tuple(map(_missing_rank, body.missing_ranks))
     return Communicator(
-        key=key,
-        size=size,
-        numbers=tuple([rank.rank for rank in body.ranks]),
-        places=tuple([_place(rank.host, rank.pid, rank.cuda_dev, rank.nvml_dev) for rank in body.ranks]),
-        told=_in_a_row((_told(bytes(rank.status), bytes(rank.collective_counts)), 1) for rank in body.ranks),
-        missing=tuple(map(_missing_rank, body.missing_ranks)),
+        key=key, size=size, members=members, said=Said(members.numbers, rows), missing=missing
     )
 
 
-def _read_by_layout(key: str, size: int, raw: bytes, start: int, end: int) -> Communicator | None:
+def _read_by_layout(
+    key: str, size: int, raw: bytes, start: int, end: int, *, pool: Pool
+) -> Communicator | None:
     found = layout.members(raw, start, end)
     absent = layout.missing(raw, found.end, end) if found else None
     if found is None or absent is None:
         return None
-    numbers = _NUMBERS.decode(b"[" + b",".join(found.numbers) + b"]")
-    if len(numbers) != len(found.places):
+    members = _members(found.places)
+    if members is None:
         return None
-    return Communicator(
-        key=key,
-        size=size,
-        numbers=numbers,
-        places=tuple(map(_places.__getitem__, found.places)),
-        told=_in_a_row((_told_in(text), times) for text, times in found.states),
-        missing=tuple(map(_missing_rank, _ABSENT.decode(mend(absent) or absent))) if absent else (),
-    )
+    said = pool.get((members.numbers, found.states))
+    if said is None:
+        rows = _in_a_row([(_told_in(text), times) for text, times in found.states])
+        said = pool[members.numbers, found.states] = Said(members.numbers, rows)
+    missing = tuple(map(_missing_rank, _ABSENT.decode(mend(absent) or absent))) if absent else ()
+    return Communicator(key=key, size=size, members=members, said=said, missing=missing)
+
+
+def _members(places: Sequence[bytes]) -> Members | None:
+    """Read texts that say who the ranks are; None where one of them is no single rank."""
+    text = b'},{"rank":'.join(places)
+    digest = xxh3_128_digest(text)
+    members = known.members.get(digest)
+    if members is None:
+        told = _PLACES.decode(b'[{"rank":%b}]' % text)
+        if len(told) != len(places):
+            return None
+        members = _members_of(told)
+        known.add(digest, members)
+    return members
+
+
+def _members_of(told: Sequence[_Place | _Rank]) -> Members:
+    find, place = known.places.get, known.place
+    said = [(one.host, one.pid, one.cuda_dev, one.nvml_dev) for one in told]
+    return Members(tuple([one.rank for one in told]), tuple([find(where) or place(*where) for where in said]))
 
 
 def _in_a_row(told: Iterable[tuple[Told, int]]) -> tuple[tuple[Told, int], ...]:
@@ -281,27 +344,41 @@ def mend(text: bytes) -> bytes | None:
     return mended if times else None
 
 
-class _Places(dict[bytes, Place]):
-    """Places by what a report says of them: at each poll the same, of as many processes as the job has.
+class Known:
+    """Who the ranks of communicators are, by the digest of what reports say of them, and the places of all
+    processes: one of each, for there are many.
 
-    Not an lru_cache: that takes half as much memory again, which at 16,384 ranks is 1.5 MB.
+    Args:
+        most_ranks: Of all communicators together, before it starts anew.
     """
 
-    def __missing__(self, text: bytes) -> Place:
-        told = _PLACE.decode(b"{" + text[1:] + b"}")
-        place = _place(told.host, told.pid, told.cuda_dev, told.nvml_dev)
-        if len(self) >= _PLACES_KEPT:
-            self.clear()
-        self[text] = place
-        return place
+    def __init__(self, most_ranks: int) -> None:
+        self.most_ranks = most_ranks
+        self.forget()
+
+    def forget(self) -> None:
+        """Start anew."""
+        self.members: dict[bytes, Members] = {}
+        self.places: dict[tuple[str, int, int, int], Place] = {}
+        self.ranks = 0
+
+    def add(self, digest: bytes, members: Members) -> None:
+        """Keep members that were read."""
+        self.ranks += len(members.numbers)
+        if self.ranks > self.most_ranks:
+            self.forget()
+            self.ranks = len(members.numbers)
+        self.members[digest] = members
+
+    def place(self, host: str, pid: int, cuda_dev: int, nvml_dev: int) -> Place:
+        """Keep a place that a report tells of."""
+        if len(self.places) >= self.most_ranks:
+            self.places.clear()
+        place = Place((intern(host), pid, _device(cuda_dev, nvml_dev)), cuda_dev, nvml_dev)
+        return self.places.setdefault((host, pid, cuda_dev, nvml_dev), place)
 
 
-_PLACES_KEPT = 1 << 15
-_places = _Places()
-
-
-def _place(host: str, pid: int, cuda_dev: int, nvml_dev: int) -> Place:
-    return Place((intern(host), pid, _device(cuda_dev, nvml_dev)), cuda_dev, nvml_dev)
+known = Known(most_ranks=1 << 20)
 
 
 def _device(cuda_dev: int, nvml_dev: int) -> int:

@@ -21,7 +21,6 @@ _FIRST_RANK = b'\n        {\n          "rank": '
 _NEXT_RANK = b'\n        },\n        {\n          "rank": '
 _RANK_END = b"\n        }"
 _RANKS_END = b'\n        }\n      ],\n      "missing_ranks": ['
-_COMMA = ord(",")
 _NOBODY = b"[\n\n      ]\n    }"
 _STATUS = b',\n          "status": {'
 # It begins and ends where the search for it is fastest, of all places that say the same.
@@ -36,23 +35,20 @@ _RUNNING = b"""us": {
 _EDGE_BYTES = 4096
 _RANK_BYTES = 400  # less than any rank that answered takes
 _PLACE_BYTES = 1024  # a rank up to its status takes about 130
-_NUMBER_BYTES = 12
 
 
 class Members(NamedTuple):
     """The ranks of a communicator that answered, in pieces of its text.
 
     Args:
-        numbers: What stands behind `"rank": `, of each rank.
-        places: What stands between that and its status, from the comma on: host, pid and devices.
+        places: What stands between `"rank": ` and the status of each rank: its number, host, pid and devices.
         states: From the comma before the status to the end, and of how many ranks in a row; the next row may
             say the same.
         end: The offset of the bracket that opens the missing ranks.
     """
 
-    numbers: list[bytes]
     places: list[bytes]
-    states: list[tuple[bytes, int]]
+    states: tuple[tuple[bytes, int], ...]
     end: int
 
 
@@ -137,35 +133,32 @@ def members(raw: bytes, start: int, end: int) -> Members | None:
     if at < start + len(_RANKS) or not raw.startswith(_FIRST_RANK, at, end):
         return None
     at += len(_FIRST_RANK)
-    numbers: list[bytes] = []
     places: list[bytes] = []
     states: list[tuple[bytes, int]] = []
     same, other, in_a_row = _NEXT_RANK, _NEXT_RANK, 0
-    number_bytes = place_bytes = 0
-    startswith, add_number, add_place = raw.startswith, numbers.append, places.append
+    length_bytes = 0
+    startswith, add = raw.startswith, places.append
     while True:
-        comma = at + number_bytes
-        status = comma + place_bytes
-        if not (startswith(same, status) and raw[comma] == _COMMA):
-            comma = raw.find(b",", at, at + _NUMBER_BYTES)
-            status = raw.find(_STATUS, comma, at + _PLACE_BYTES)
-            if comma < 0 or status < 0:
-                return None
-            number_bytes, place_bytes = comma - at, status - comma
-        add_number(raw[at:comma])
-        add_place(raw[comma:status])
+        status = at + length_bytes
         if not startswith(same, status):
-            states.append((same[: -len(_NEXT_RANK)], in_a_row))
-            # Between one rank that says something else and the next, the others say what they said before.
-            same, other, in_a_row = other, same, 0
+            status = raw.find(_STATUS, at, at + _PLACE_BYTES)
+            if status < 0:
+                return None
+            length_bytes = status - at
             if not startswith(same, status):
-                stop = _state_end(raw, status, end, len(other) - len(_NEXT_RANK))
-                same = raw[status:stop] + _NEXT_RANK
-                if startswith(_RANKS_END, stop):
-                    states.append((raw[status:stop], 1))
-                    return Members(numbers, places, states[1:], stop + len(_RANKS_END) - 1)
-                if not startswith(_NEXT_RANK, stop):
-                    return None
+                states.append((same[: -len(_NEXT_RANK)], in_a_row))
+                # Between one rank that says something else and the next, the others say as before.
+                same, other, in_a_row = other, same, 0
+                if not startswith(same, status):
+                    stop = _state_end(raw, status, end, len(other) - len(_NEXT_RANK))
+                    same = raw[status:stop] + _NEXT_RANK
+                    if startswith(_RANKS_END, stop):
+                        add(raw[at:status])
+                        states.append((raw[status:stop], 1))
+                        return Members(places, tuple(states[1:]), stop + len(_RANKS_END) - 1)
+                    if not startswith(_NEXT_RANK, stop):
+                        return None
+        add(raw[at:status])
         in_a_row += 1
         at = status + len(same)
 

@@ -11,6 +11,7 @@ from tasks.hang.policy import HangPolicy
 from tasks.hang.reading import Reading, read
 from tasks.hang.report import Communicator, Record
 from tasks.hang.states import (
+    STOPPED,
     Aside,
     Confirmed,
     Freeze,
@@ -20,7 +21,6 @@ from tasks.hang.states import (
     Progressing,
     Sighting,
     State,
-    Stopped,
     Suspected,
     seconds,
 )
@@ -149,7 +149,7 @@ def _still(
     known: Mapping[int, Counts] = {},
 ) -> Aside | Freeze:
     """A communicator that stands still as its record reads."""
-    missing = tuple(member.rank for member in communicator.missing)
+    missing = tuple([member.rank for member in communicator.missing])
     if reading.kind is None:
         return Aside(
             what=reading.aside or "leaving",
@@ -166,7 +166,7 @@ def _still(
         repeated=repeated,
         digest=record.digest,
         size=record.size,
-        counts={**known, **communicator.counts},
+        counts={**known, **communicator.counts} if known else communicator.counts,
         lagging=reading.lagging,
         leading=reading.leading,
         missing=missing,
@@ -296,7 +296,7 @@ def moves_elsewhere(
     Returns:
         `elsewhere` and `active` after this report.
     """
-    if not active and not any(isinstance(seen, Progressing) for seen in looks.values()):
+    if not active and not any(type(seen) is Progressing for seen in looks.values()):
         return {}, {}
     watched = {
         process
@@ -321,7 +321,7 @@ def moves_elsewhere(
 
 
 def _counts_of(state: State | None) -> Mapping[int, Counts]:
-    return state.freeze.counts if isinstance(state, Stopped) else {}
+    return state.freeze.counts if isinstance(state, STOPPED) else {}
 
 
 def idle_until(freeze: Freeze, active: Mapping[Process, datetime], poll: Poll) -> datetime | None:

@@ -41,8 +41,18 @@ def read(communicator: Communicator, counts: Mapping[int, Counts], *, witnesses:
         witnesses: Whether somebody can look at a process that does not answer. Where nobody can, one that
             RAS considers dead is taken as gone.
     """
+    if counts is not communicator.counts or communicator.missing:
+        return _read(communicator, counts, witnesses=witnesses)
+    memo = communicator.said.memo
+    known: Reading | None = memo.get(Reading)
+    if known is None:
+        known = memo[Reading] = _read(communicator, counts, witnesses=witnesses)
+    return known
+
+
+def _read(communicator: Communicator, counts: Mapping[int, Counts], *, witnesses: bool) -> Reading:
     state = _states(communicator, witnesses=witnesses)
-    present = sorted(communicator.numbers)
+    present = sorted(communicator.members.numbers)
     starting = state.get("INIT", ())
     departed = tuple(sorted(rank for word in _DEPARTED for rank in state.get(word, ())))
     silent = state.get("SILENT", ())
@@ -53,7 +63,7 @@ def read(communicator: Communicator, counts: Mapping[int, Counts], *, witnesses:
         leading = tuple(rank for rank in present if rank not in lagging)
         return Reading(kind="init", lagging=lagging, leading=leading, silent=silent, remark=remark)
     if counts is communicator.counts:
-        groups: Groups = [(told.counts, ranks) for told, ranks in communicator.groups]
+        groups: Groups = [(told.counts, ranks) for told, ranks in communicator.said.groups]
     else:
         groups = grouped(counts)
     if not any(launched for each, _ in groups for _, launched in each):
@@ -90,7 +100,7 @@ _WORDS = {  # one rank, several ranks
 def _states(communicator: Communicator, *, witnesses: bool) -> dict[str, tuple[int, ...]]:
     """The ranks that are not plainly running, by what they are."""
     found: dict[str, list[int]] = {}
-    for told, numbers in communicator.groups:
+    for told, numbers in communicator.said.groups:
         if told.status not in ("RUNNING", "UNKNOWN"):
             found.setdefault(told.status, []).extend(numbers)
     for absent in communicator.missing:
@@ -105,7 +115,7 @@ def _states(communicator: Communicator, *, witnesses: bool) -> dict[str, tuple[i
 def _remark(communicator: Communicator, state: Mapping[str, tuple[int, ...]]) -> str:
     parts = [_clause(ranks, *_WORDS[word]) for word, ranks in state.items()]
     errors: dict[int, list[int]] = {}
-    for told, numbers in communicator.groups:
+    for told, numbers in communicator.said.groups:
         if told.async_error not in _QUIET_ERRORS:
             errors.setdefault(told.async_error, []).extend(numbers)
     for error, ranks in errors.items():

@@ -30,6 +30,7 @@ class _Source:
     def __init__(self, raw: bytes | Raw, ranks_count: int) -> None:
         self.raw = raw
         self.ranks_count = ranks_count
+        self.said: communicator.Pool = {}
 
     @cached_property
     def runs(self) -> bool:
@@ -86,7 +87,9 @@ class Record(Struct, frozen=True, gc=False):
             RasMalformed: it is no JSON, a rank has no number, or a value is of another type than NCCL's.
         """
         try:
-            return communicator.read(self.key, self.size, self.source.raw, self.start, self.end)
+            return communicator.read(
+                self.key, self.size, self.source.raw, self.start, self.end, pool=self.source.said
+            )
         except UNREADABLE as error:
             raise RasMalformed(
                 f"RAS report: communicator {self.key}: {error}.",
@@ -113,7 +116,7 @@ class RasReport(Struct, frozen=True, kw_only=True):
     @property
     def entries(self) -> int:
         """Rank entries: what a report costs the process that answers grows with their square."""
-        return sum(record.ranks_count + record.missing_ranks_count for record in self.records.values())
+        return sum([record.ranks_count + record.missing_ranks_count for record in self.records.values()])
 
 
 class _Head(Struct, gc=False):

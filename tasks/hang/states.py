@@ -131,6 +131,7 @@ class Confirmed(Struct, frozen=True, tag="confirmed"):
 
 
 Stopped = Frozen | Suspected | Idle | Confirmed
+STOPPED = (Frozen, Suspected, Idle, Confirmed)  # to ask for one: a tuple is faster than a union
 State = Progressing | Aside | Stopped
 
 

@@ -36,6 +36,7 @@ from tasks.hang.escalation import calm_till, escalated, is_same, learned, releas
 from tasks.hang.looking import Poll, Seen, goes_on, idle_until, look, moves_elsewhere, restarted
 from tasks.hang.policy import HangPolicy
 from tasks.hang.states import (
+    STOPPED,
     Aside,
     Blank,
     Blind,
@@ -49,7 +50,6 @@ from tasks.hang.states import (
     Progressing,
     Sighting,
     State,
-    Stopped,
     Suspected,
     seconds,
 )
@@ -145,7 +145,7 @@ class Window(Struct, frozen=True, kw_only=True):
     def freeze(self, key: str) -> Freeze | None:
         """The freeze of a communicator, None where it moves or is not known."""
         state = self.communicators.get(key)
-        return state.freeze if isinstance(state, Stopped) else None
+        return state.freeze if isinstance(state, STOPPED) else None
 
 
 def advance(window: Window, observation: Observation, policy: HangPolicy) -> tuple[Window, tuple[Event, ...]]:
@@ -209,8 +209,8 @@ def _with_witness(window: Window, witness: Witness, policy: HangPolicy) -> tuple
 
 def _extended(states: Iterable[object]) -> bool:
     """Whether a rank was seen to work for which others may wait."""
-    freezes = [state.freeze if isinstance(state, Stopped) else state for state in states]
-    return any(isinstance(freeze, Freeze) and freeze.extended for freeze in freezes)
+    freezes = [state.freeze if isinstance(state, STOPPED) else state for state in states]
+    return any(type(freeze) is Freeze and freeze.extended for freeze in freezes)
 
 
 def _opened_at(known: datetime | None, states: Iterable[State]) -> datetime | None:
@@ -297,7 +297,7 @@ def _with_report(window: Window, sighting: Sighting, policy: HangPolicy) -> tupl
         active=active,
         calm_until=steps.calm_until,
         job=job,
-        still=sum(isinstance(state, Stopped) for state in steps.states.values()),
+        still=sum([isinstance(state, STOPPED) for state in steps.states.values()]),
     )
     return after, tuple(sorted(steps.events, key=lambda event: event.communicator))
 
@@ -334,17 +334,17 @@ def _take_steps(  # noqa: PLR0917  all that is known of a report by now
     job: Job,
     steps: _Steps,
 ) -> None:
-    calm_until = window.calm_until if job == window.job else {}
+    at, calm_until = poll.at, window.calm_until if job == window.job else {}
     for key in [*looks, *(key for key in window.communicators if key not in looks)]:
         before, seen = window.communicators.get(key), looks.get(key)
-        if isinstance(seen, Progressing | Aside) and not isinstance(before, Stopped):
-            steps.states[key] = seen
-            continue
         until = calm_until.get(key)
-        if until is not None and poll.at < until and isinstance(before, Stopped) and seen is before.freeze:
+        if until is not None and at < until and isinstance(before, STOPPED) and seen is before.freeze:
             steps.states[key], steps.calm_until[key] = before, until
             continue
-        if isinstance(before, Stopped) and not is_same(before, seen):
+        if isinstance(seen, (Progressing, Aside)) and not isinstance(before, STOPPED):
+            steps.states[key] = seen
+            continue
+        if isinstance(before, STOPPED) and not is_same(before, seen):
             if key in moved or _is_symmetric(before.freeze, seen):
                 steps.envelopes.update(learned(key, before, steps.envelopes, poll))
             steps.events += released(key, before, seen, poll)
@@ -354,7 +354,7 @@ def _take_steps(  # noqa: PLR0917  all that is known of a report by now
             state, told = _stepped(key, before, seen, envelope_s, poll, job, idle=key in idle)
             steps.states[key] = state
             steps.events += told
-            if isinstance(before, Stopped) and seen is before.freeze:
+            if isinstance(before, STOPPED) and seen is before.freeze:
                 steps.calm_until[key] = calm_till(state, envelope_s, poll, extended=job.extended)
 
 

@@ -2,11 +2,12 @@
 
 Both read the same bytes in the same process, one after the other. CPU time, the least of a few runs: of Ray
 `parse_ras_schema`, `mismatched_comms` twice and `compute_report_op_diff`, which is what it does at each tick;
-of rankwatch `parse_report` and `advance`. Three polls are measured:
+of rankwatch `parse_report` and `advance`. Four polls are measured:
 
 - healthy: all counters of all communicators moved since the last poll;
 - frozen: nothing moved, and it had stood still before;
-- worst: the first poll at which everything stands still, and every communicator is skewed: all is decoded.
+- worst: the first poll at which everything stands still, and every communicator is skewed: all is decoded;
+- first: the same report as the first one of a shift, to which every communicator and process is new.
 
 Memory is the peak above the bytes of the report, each in a process of its own that did nothing else: of what
 Python allocated (tracemalloc), and of what the process took from the machine (VmHWM, as ru_maxrss also counts
@@ -31,6 +32,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tasks.adapters.ras_ring import RasRing
+from tasks.hang.communicator import known
 from tasks.hang.policy import HangPolicy
 from tasks.hang.report import parse_report
 from tasks.hang.states import Sighting
@@ -48,7 +50,9 @@ CASES = {
     "healthy": ((1, False), (2, False), (3, False)),
     "frozen": ((1, True), (2, True), (2, True), (2, True), (2, True)),
     "worst": ((1, True), (2, True), (2, True)),
+    "first": ((2, True),),
 }
+BEFORE_EACH: dict[str, Callable[[], None]] = {**dict.fromkeys(CASES, lambda: None), "first": known.forget}
 RUNS, RUNS_IF_LARGE = 20, 3
 LARGE_BYTES = 10_000_000  # from here on Ray takes seconds
 POLL_S = 15
@@ -71,13 +75,14 @@ def reports(shape: Shape, case: str, folder: Path) -> list[Path]:
 # ---- CPU ----------------------------------------------------------------------------------------------
 
 
-def cpu_s(*works: Callable[[], object], runs: int) -> list[float]:
+def cpu_s(*works: Callable[[], object], runs: int, before_each: Callable[[], object]) -> list[float]:
     """CPU seconds of the cheapest of a few runs of each; they take turns, for the machine may be busy."""
     taken: list[list[float]] = [[] for _ in works]
     gc.collect()
     gc.freeze()  # what one of them remembers must not cost the other
     for _ in range(runs):
         for work, times in zip(works, taken, strict=True):
+            before_each()
             gc.collect()
             started = time.process_time()
             work()
@@ -103,7 +108,7 @@ def rays(files: Sequence[Path]) -> Callable[[], object]:
         parse_ras_schema,
     )
 
-    before = parse_ras_schema(files[-2].read_text())
+    before = parse_ras_schema(files[max(0, len(files) - 2)].read_text())
     text = files[-1].read_text()
 
     def tick() -> object:
@@ -120,7 +125,7 @@ def measure_cpu(name: str, case: str, folder: Path) -> dict[str, float]:
     """CPU milliseconds of both."""
     files = reports(SHAPES[name](), case, folder)
     runs = RUNS if files[-1].stat().st_size < LARGE_BYTES else RUNS_IF_LARGE
-    ours_s, rays_s = cpu_s(ours(files), rays(files), runs=runs)
+    ours_s, rays_s = cpu_s(ours(files), rays(files), runs=runs, before_each=BEFORE_EACH[case])
     return {"rankwatch": 1000 * ours_s, "ray": 1000 * rays_s}
 
 

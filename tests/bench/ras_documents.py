@@ -6,6 +6,7 @@ from functools import cached_property
 
 GPUS_PER_NODE = 8
 LAUNCHES_PER_POLL = 7
+STAGES = 16  # communicators of different pipeline stages launch different numbers
 
 # A member, up to its counts, as NCCL prints it; the counts are those of its communicator.
 _MEMBER = """\
@@ -114,13 +115,13 @@ def document(shape: Shape, step: int, *, behind: bool = False) -> bytes:
 
 
 def _communicator(index: int, world_ranks: Sequence[int], step: int, behind: int) -> str:
-    members = ",\n".join(_members(world_ranks, step, behind))
+    members = ",\n".join(_members(world_ranks, index % STAGES, step, behind))
     hashed, size = 0x9E3779B97F4A0000 + index, len(world_ranks)
     return _COMMUNICATOR % (hashed, 0x2C033BC95D565A02 + index, hashed ^ 0xFFFF, size, size, members)
 
 
-def _members(world_ranks: Sequence[int], step: int, behind: int) -> Iterable[str]:
-    launched = 100_000 + step * LAUNCHES_PER_POLL
+def _members(world_ranks: Sequence[int], stage: int, step: int, behind: int) -> Iterable[str]:
+    launched = 100_000 + stage * 1_000 + step * LAUNCHES_PER_POLL
     for rank, world_rank in enumerate(world_ranks):
         node, device = divmod(world_rank, GPUS_PER_NODE)
         place = (rank, node // 256, node % 256, 20_000 + device, device, device)

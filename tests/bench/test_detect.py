@@ -9,26 +9,34 @@ import pytest
 
 from deployments.demo.ras_report import RasSnapshot, render_json
 from tasks.hang.states import Frozen, Progressing
-from tests.bench.detect_cost import CASES, cpu_s, ours, rays, reports
+from tests.bench.detect_cost import BEFORE_EACH, CASES, cpu_s, ours, rays, reports
 from tests.bench.ras_documents import document, groups, parallel
 
 SMALL = groups(512, 20, 64)
-AFTERWARDS = {"healthy": Progressing, "frozen": Frozen, "worst": Frozen}
+AFTERWARDS = {"healthy": Progressing, "frozen": Frozen, "worst": Frozen, "first": Frozen}
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_poll(benchmark, tmp_path, case):
-    window, events = benchmark(ours(reports(SMALL, case, tmp_path)))
+    work = ours(reports(SMALL, case, tmp_path))
+    window, events = benchmark.pedantic(work, setup=BEFORE_EACH[case], rounds=100)
     assert {type(state) for state in window.communicators.values()} == {AFTERWARDS[case]}
     assert len(window.communicators) == 20
     assert events == ()
 
 
+LESS = {"healthy": 5, "frozen": 5, "worst": 2, "first": 1.2}
+
+
 # Far below what is measured on a quiet machine: what breaks this is no noise.
-@pytest.mark.parametrize(("case", "times_less"), [("healthy", 5), ("frozen", 5), ("worst", 1.5)])
+@pytest.mark.parametrize(
+    ("case", "times_less"), [("healthy", 5), ("frozen", 5), ("worst", 2), ("first", 1.2)]
+)
 def test_a_poll_takes_less_than_with_ray(tmp_path, case, times_less):
     files = reports(SMALL, case, tmp_path)
-    ours_s, rays_s = cpu_s(ours(files), rays(files), runs=10)
+    ours_s, rays_s = cpu_s(
+        ours(files), rays(files), runs=10, before_each=known.forget if case == "first" else int
+    )
     assert ours_s < rays_s / times_less
 
 

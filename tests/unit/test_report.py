@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tasks.hang import communicator as communicators
 from tasks.hang.counts import minority, sides, skewed
 from tasks.hang.errors import RasError, RasMalformed, RasTruncated
 from tasks.hang.report import parse_report
@@ -192,7 +193,7 @@ def test_of_a_communicator_that_is_there_twice_the_record_with_more_ranks_is_kep
 def test_ranks_that_say_the_same_are_a_group_and_share_what_they_say():
     aborts = rank(3, 5, status={**RUNNING, "abort_flag": True})
     (found,) = decoded(report(communicator([rank(0, 5), rank(1, 4), rank(2, 5), aborts], [missing(4)])))
-    assert [(told.status, numbers) for told, numbers in found.groups] == [
+    assert [(told.status, numbers) for told, numbers in found.said.groups] == [
         ("RUNNING", (0, 2)),
         ("RUNNING", (1,)),
         ("ABORT", (3,)),
@@ -235,3 +236,33 @@ def test_the_sides_split_all_ranks_and_the_lagging_ones_are_behind(counts):
 def test_no_bytes_ever_give_anything_but_a_report_or_a_typed_error(raw):
     with contextlib.suppress(RasError):
         assert parse_report(raw).records is not None
+
+
+def test_groups_of_a_job_that_do_the_same_share_what_they_say_and_processes_are_told_of_once():
+    one = communicator([rank(0, 5), rank(1, 4)], name="0xa")
+    same = communicator([rank(0, 5), rank(1, 4)], name="0xb")
+    other = communicator([rank(0, 5), rank(1, 5)], name="0xc")
+    first, second, third = decoded(report(one, same, other))
+    assert first.said is second.said
+    assert first.counts is second.counts
+    assert third.counts == {0: first.counts[0], 1: first.counts[0]}
+    assert first.members is second.members is third.members
+    (again,) = decoded(report(one))
+    assert again.members is first.members
+    assert again.counts == first.counts
+
+
+def test_who_the_ranks_are_is_read_anew_when_it_changes():
+    (before,) = decoded(report(communicator([rank(0, 5), rank(1, 4)])))
+    (after,) = decoded(report(communicator([rank(0, 5), rank(1, 4, pid=77)])))
+    assert before.processes[0] == after.processes[0]
+    assert after.processes[1] == (*before.processes[1][:1], 77, *before.processes[1][2:])
+
+
+def test_what_is_kept_of_processes_has_a_bound(monkeypatch):
+    monkeypatch.setattr(communicators, "known", communicators.Known(most_ranks=5))
+    for pid in range(40):
+        (found,) = decoded(report(communicator([rank(0, 5, pid=pid), rank(1, 4, pid=pid)])))
+        assert [process[1] for process in found.processes.values()] == [pid, pid]
+        assert len(communicators.known.members) <= 2
+        assert len(communicators.known.places) <= 5
