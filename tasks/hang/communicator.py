@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import msgspec
 from msgspec import Raw, Struct
-from xxhash import xxh3_128_digest
+from xxhash import xxh3_128, xxh3_128_digest
 
 from tasks.hang import layout
 from tasks.hang.counts import FUNCTIONS, Counts
@@ -25,6 +25,7 @@ UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
 
 Status = Literal["INIT", "RUNNING", "FINALIZE", "ABORT", "UNKNOWN"]
 Process = tuple[str, int, int]  # host as RAS prints it, pid, number of the device
+Devices = tuple[int, int]
 
 
 class RankState(Struct, frozen=True, kw_only=True, gc=False):
@@ -52,14 +53,6 @@ class MissingRank(Struct, frozen=True, kw_only=True, gc=False):
     considered_dead: bool
 
 
-class Place(Struct, frozen=True, gc=False):
-    """The process and device behind a rank."""
-
-    process: Process
-    cuda_dev: int
-    nvml_dev: int
-
-
 class Told(Struct, frozen=True, gc=False):
     """What a rank says of itself."""
 
@@ -73,16 +66,18 @@ class Members(Struct, frozen=True, dict=True):
 
     Args:
         numbers: The ranks, in NCCL's order.
-        places: Of each of them; communicators share the values.
+        of: The process of each; communicators share the values.
+        devices: CUDA's and NVML's number of the device of each.
     """
 
     numbers: tuple[int, ...]
-    places: tuple[Place, ...]
+    of: tuple[Process, ...]
+    devices: tuple[Devices, ...]
 
     @cached_property
     def processes(self) -> dict[int, Process]:
         """Which process is which rank."""
-        return dict(zip(self.numbers, [place.process for place in self.places], strict=True))
+        return dict(zip(self.numbers, self.of, strict=True))
 
 
 class Said(Struct, frozen=True, dict=True):
@@ -149,15 +144,17 @@ class Communicator(Struct, frozen=True, kw_only=True):
         return tuple(
             RankState(
                 rank=number,
-                host=place.process[0],
-                pid=place.process[1],
-                cuda_dev=place.cuda_dev,
-                nvml_dev=place.nvml_dev,
+                host=process[0],
+                pid=process[1],
+                cuda_dev=devices[0],
+                nvml_dev=devices[1],
                 status=said.status,
                 async_error=said.async_error,
                 counts=said.counts,
             )
-            for number, place, said in zip(members.numbers, members.places, self.said.each, strict=True)
+            for number, process, devices, said in zip(
+                members.numbers, members.of, members.devices, self.said.each, strict=True
+            )
         )
 
     @property
@@ -298,24 +295,44 @@ def _read_by_layout(
     return Communicator(key=key, size=size, members=members, said=said, missing=missing)
 
 
-def _members(places: Sequence[bytes]) -> Members | None:
-    """Read texts that say who the ranks are; None where one of them is no single rank."""
-    text = b'},{"rank":'.join(places)
-    digest = xxh3_128_digest(text)
+def _members(places: Sequence[tuple[bytes, int]]) -> Members | None:
+    """Read texts that say who the ranks are; None where one of them is not of as many as it should be."""
+    digest = xxh3_128_digest(places[0][0]) if len(places) == 1 else _digest(text for text, _ in places)
     members = known.members.get(digest)
     if members is None:
-        told = _PLACES.decode(b'[{"rank":%b}]' % text)
-        if len(told) != len(places):
-            return None
-        members = _members_of(told)
+        told: list[Members] = []
+        for text, number in places:
+            read_places = _PLACES.decode(b"[" + text + b"]")
+            if len(read_places) != number:
+                return None
+            told.append(_members_of(read_places))
+        members = told[0] if len(told) == 1 else _together(told)
         known.add(digest, members)
     return members
 
 
+def _digest(texts: Iterable[bytes]) -> bytes:
+    digest = xxh3_128()
+    for text in texts:
+        digest.update(text)
+    return digest.digest()
+
+
 def _members_of(told: Sequence[_Place | _Rank]) -> Members:
-    find, place = known.places.get, known.place
-    said = [(one.host, one.pid, one.cuda_dev, one.nvml_dev) for one in told]
-    return Members(tuple([one.rank for one in told]), tuple([find(where) or place(*where) for where in said]))
+    process, devices = known.process, known.devices
+    return Members(
+        tuple([one.rank for one in told]),
+        tuple([process(one.host, one.pid, _device(one.cuda_dev, one.nvml_dev)) for one in told]),
+        tuple([devices.setdefault(both := (one.cuda_dev, one.nvml_dev), both) for one in told]),
+    )
+
+
+def _together(parts: Sequence[Members]) -> Members:
+    return Members(
+        tuple(chain.from_iterable([part.numbers for part in parts])),
+        tuple(chain.from_iterable([part.of for part in parts])),
+        tuple(chain.from_iterable([part.devices for part in parts])),
+    )
 
 
 def _in_a_row(told: Iterable[tuple[Told, int]]) -> tuple[tuple[Told, int], ...]:
@@ -345,8 +362,8 @@ def mend(text: bytes) -> bytes | None:
 
 
 class Known:
-    """Who the ranks of communicators are, by the digest of what reports say of them, and the places of all
-    processes: one of each, for there are many.
+    """Who the ranks of communicators are, by the digest of what reports say of them, and all processes: one
+    value of each, for there are many.
 
     Args:
         most_ranks: Of all communicators together, before it starts anew.
@@ -359,7 +376,8 @@ class Known:
     def forget(self) -> None:
         """Start anew."""
         self.members: dict[bytes, Members] = {}
-        self.places: dict[tuple[str, int, int, int], Place] = {}
+        self.processes: dict[Process, Process] = {}
+        self.devices: dict[Devices, Devices] = {}
         self.ranks = 0
 
     def add(self, digest: bytes, members: Members) -> None:
@@ -370,12 +388,16 @@ class Known:
             self.ranks = len(members.numbers)
         self.members[digest] = members
 
-    def place(self, host: str, pid: int, cuda_dev: int, nvml_dev: int) -> Place:
-        """Keep a place that a report tells of."""
-        if len(self.places) >= self.most_ranks:
-            self.places.clear()
-        place = Place((intern(host), pid, _device(cuda_dev, nvml_dev)), cuda_dev, nvml_dev)
-        return self.places.setdefault((host, pid, cuda_dev, nvml_dev), place)
+    def process(self, host: str, pid: int, device: int) -> Process:
+        """The value of a process that a report tells of."""
+        said = (host, pid, device)
+        process = self.processes.get(said)
+        if process is None:
+            if len(self.processes) >= self.most_ranks:
+                self.processes.clear()
+                self.devices.clear()
+            process = self.processes[said] = (intern(host), pid, device)
+        return process
 
 
 known = Known(most_ranks=1 << 20)

@@ -7,7 +7,7 @@ NCCL's the answer is None, and the caller reads the long way. Nothing here tells
 JSON for the caller to decode, and together they are all of the document.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 _OPENING = b'\n  "communicators": ['
@@ -34,6 +34,7 @@ _RUNNING = b"""us": {
 # Before the first communicator, after the last, and before the ranks of one: a few hundred bytes.
 _EDGE_BYTES = 4096
 _RANK_BYTES = 400  # less than any rank that answered takes
+_PLACES_TOGETHER = 512  # of a world of many thousands the texts of all would be as large as what is kept
 _PLACE_BYTES = 1024  # a rank up to its status takes about 130
 
 
@@ -41,13 +42,14 @@ class Members(NamedTuple):
     """The ranks of a communicator that answered, in pieces of its text.
 
     Args:
-        places: What stands between `"rank": ` and the status of each rank: its number, host, pid and devices.
+        places: What stands between `"rank": ` and the status of each rank: its number, host, pid and devices;
+            of up to 512 ranks together as the inside of a JSON list, and of how many.
         states: From the comma before the status to the end, and of how many ranks in a row; the next row may
             say the same.
         end: The offset of the bracket that opens the missing ranks.
     """
 
-    places: list[bytes]
+    places: list[tuple[bytes, int]]
     states: tuple[tuple[bytes, int], ...]
     end: int
 
@@ -134,6 +136,7 @@ def members(raw: bytes, start: int, end: int) -> Members | None:
         return None
     at += len(_FIRST_RANK)
     places: list[bytes] = []
+    joined: list[tuple[bytes, int]] = []
     states: list[tuple[bytes, int]] = []
     same, other, in_a_row = _NEXT_RANK, _NEXT_RANK, 0
     length_bytes = 0
@@ -155,12 +158,20 @@ def members(raw: bytes, start: int, end: int) -> Members | None:
                     if startswith(_RANKS_END, stop):
                         add(raw[at:status])
                         states.append((raw[status:stop], 1))
-                        return Members(places, tuple(states[1:]), stop + len(_RANKS_END) - 1)
+                        joined.append(_joined(places))
+                        return Members(joined, tuple(states[1:]), stop + len(_RANKS_END) - 1)
                     if not startswith(_NEXT_RANK, stop):
                         return None
         add(raw[at:status])
         in_a_row += 1
         at = status + len(same)
+        if len(places) == _PLACES_TOGETHER:
+            joined.append(_joined(places))
+            places.clear()
+
+
+def _joined(places: Sequence[bytes]) -> tuple[bytes, int]:
+    return b'{"rank":' + b'},{"rank":'.join(places) + b"}", len(places)
 
 
 def _state_end(raw: bytes, status: int, end: int, length_bytes: int) -> int:

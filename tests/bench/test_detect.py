@@ -34,9 +34,7 @@ LESS = {"healthy": 5, "frozen": 5, "worst": 2, "first": 1.2}
 )
 def test_a_poll_takes_less_than_with_ray(tmp_path, case, times_less):
     files = reports(SMALL, case, tmp_path)
-    ours_s, rays_s = cpu_s(
-        ours(files), rays(files), runs=10, before_each=known.forget if case == "first" else int
-    )
+    ours_s, rays_s = cpu_s(ours(files), rays(files), runs=10, before_each=BEFORE_EACH[case])
     assert ours_s < rays_s / times_less
 
 

@@ -265,4 +265,4 @@ def test_what_is_kept_of_processes_has_a_bound(monkeypatch):
         (found,) = decoded(report(communicator([rank(0, 5, pid=pid), rank(1, 4, pid=pid)])))
         assert [process[1] for process in found.processes.values()] == [pid, pid]
         assert len(communicators.known.members) <= 2
-        assert len(communicators.known.places) <= 5
+        assert len(communicators.known.processes) <= 5
