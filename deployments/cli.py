@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from deployments.deploy import deploy_watch, ensure_pool
-from deployments.replay import replay
+from deployments.replay import Times, replay
 from deployments.up import LOCAL_SERVER
 from deployments.up import up as run_up
 from tasks.blocks import TrainingRun, slug_of
@@ -218,6 +218,9 @@ def replay_(
     *,
     poll_interval: float | None = None,
     confirm: float = 600.0,
+    suspect_after: float | None = None,
+    confirm_unresponsive: float | None = None,
+    confirm_init: float | None = None,
     json: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:
     """Run the detector over stored RAS reports; exits with 3 where it confirms a hang. Needs no server.
@@ -226,9 +229,19 @@ def replay_(
         folder: Reports in json, one a file, in the order of their names; or the folder of an incident.
         poll_interval: Seconds between two files; without it the time in each report counts, as UTC.
         confirm: Seconds until a freeze is a hang.
+        suspect_after: Seconds until it is told of for the first time: 60, or --confirm where that is shorter.
+        confirm_unresponsive: As --confirm, where a rank does not answer.
+        confirm_init: As --confirm, for a communicator that is being created.
         json: Print one JSON object for each event, and nothing else.
     """
-    return replay(folder, poll_interval_s=poll_interval, confirm_s=confirm, as_json=json)
+    times = Times(
+        poll_interval_s=poll_interval,
+        confirm_s=confirm,
+        suspect_after_s=suspect_after,
+        confirm_unresponsive_s=confirm_unresponsive,
+        confirm_init_s=confirm_init,
+    )
+    return replay(folder, times, as_json=json)
 
 
 @contextmanager

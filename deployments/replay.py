@@ -2,8 +2,9 @@
 
 It is the core of a shift, `advance(window, observation, policy)`; only the eyes differ. Nobody can look at a
 process that is long gone, so what needs a witness stays suspected, and a mismatch is confirmed on its counts
-alone. NCCL writes local time without a zone: it is read as UTC. Where the clock of the job was set meanwhile
-(summer time), --poll-interval is the better time.
+alone. NCCL writes local time without a zone: it is read as UTC. Where the clock of the job was set back
+meanwhile, an ordinary interval is taken to have gone by; where it was set forward, the jump counts as time,
+and --poll-interval is better.
 """
 
 import os
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace as replaced
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -31,6 +33,7 @@ from tasks.reporting.history import (
     Told,
     clock,
     closing,
+    dates,
     few,
     lines_of,
     numbered,
@@ -46,7 +49,36 @@ _PLOTS = 3
 _LISTED = 20
 _ROWS = 200
 _NAMED = 4  # ranks whose processes are named below a title
+_TABLE_WIDTH = 78
 _WIDTH = 100  # a curve gains nothing beyond
+
+
+class Times(Struct, frozen=True, kw_only=True):
+    """The times to try, in seconds.
+
+    Args:
+        poll_interval_s: Between two files; None goes by the time in each report.
+        confirm_s: Until a freeze is a hang.
+        suspect_after_s: Until it is told of; None is 60, or the confirm time where that is shorter.
+        confirm_unresponsive_s: As `confirm_s` where a rank does not answer; None is the same.
+        confirm_init_s: As `confirm_s` for a communicator that is being created; None is the same.
+    """
+
+    poll_interval_s: float | None = None
+    confirm_s: float = 600.0
+    suspect_after_s: float | None = None
+    confirm_unresponsive_s: float | None = None
+    confirm_init_s: float | None = None
+
+    @property
+    def confirm_times(self) -> dict[str, float]:
+        """Those that are set, by their options."""
+        every = {
+            "--confirm": self.confirm_s,
+            "--confirm-unresponsive": self.confirm_unresponsive_s,
+            "--confirm-init": self.confirm_init_s,
+        }
+        return {option: value for option, value in every.items() if value is not None}
 
 
 class Outcome(Struct, frozen=True):
@@ -85,13 +117,12 @@ class JsonLine(Struct, frozen=True):
     reason: str
 
 
-def replay(folder: Path, *, poll_interval_s: float | None, confirm_s: float, as_json: bool) -> int:
+def replay(folder: Path, times: Times, *, as_json: bool) -> int:
     """Run the detector over the reports of a folder and print what it would have told.
 
     Args:
         folder: Reports in json, one a file; or the folder of an incident.
-        poll_interval_s: Seconds between two files; None goes by the time in each report.
-        confirm_s: Seconds until a freeze is a hang.
+        times: How long is too long.
         as_json: One JSON object a line instead of a table.
 
     Returns:
@@ -100,9 +131,9 @@ def replay(folder: Path, *, poll_interval_s: float | None, confirm_s: float, as_
     Raises:
         SettingsError: there is nothing to replay, or an option cannot work.
     """
-    _check(poll_interval_s, confirm_s)
-    polls = timed(survey(folder), poll_interval_s, folder)
-    policy = _policy(polls, poll_interval_s, confirm_s)
+    _check(times)
+    polls = timed(survey(folder), times.poll_interval_s, folder)
+    policy = _policy(polls, times)
     try:
         confirmed = _print_json(polls, policy) if as_json else _print_table(polls, policy)
         sys.stdout.flush()
@@ -116,39 +147,43 @@ def replay(folder: Path, *, poll_interval_s: float | None, confirm_s: float, as_
 # ---- settings ------------------------------------------------------------------------------
 
 
-def _check(poll_interval_s: float | None, confirm_s: float) -> None:
-    if not 0 < confirm_s < float("inf"):
-        raise SettingsError(f"--confirm is {confirm_s:g}.", "Set it to a number of seconds above 0.")
-    if poll_interval_s is None:
+def _check(times: Times) -> None:
+    seconds = {**times.confirm_times, "--suspect-after": times.suspect_after_s}
+    for option, value in seconds.items():
+        if value is not None and not 0 < value < float("inf"):
+            raise SettingsError(f"{option} is {value:g}.", "Set it to a number of seconds above 0.")
+    if times.poll_interval_s is None:
         return
-    if not 0 < poll_interval_s <= _LONGEST_POLL_S:
+    if not 0 < times.poll_interval_s <= _LONGEST_POLL_S:
         raise SettingsError(
-            f"--poll-interval is {poll_interval_s:g}.",
+            f"--poll-interval is {times.poll_interval_s:g}.",
             f"Set it to a number of seconds above 0 and up to {_LONGEST_POLL_S:.0f}, a day.",
         )
-    if poll_interval_s > confirm_s:
-        raise SettingsError(
-            f"--poll-interval ({poll_interval_s:g} s) is longer than --confirm ({confirm_s:g} s): "
-            "no freeze would be seen twice.",
-            "Set --confirm to at least --poll-interval.",
-        )
+    _check_interval(f"--poll-interval ({times.poll_interval_s:g} s) is", times.poll_interval_s, times)
 
 
-def _policy(polls: Sequence[Poll], poll_interval_s: float | None, confirm_s: float) -> HangPolicy:
+def _check_interval(what: str, every_s: float, times: Times) -> None:
+    for option, confirm_s in times.confirm_times.items():
+        if every_s > confirm_s:
+            raise SettingsError(
+                f"{what} longer than {option} ({confirm_s:g} s): no freeze would be seen twice.",
+                f"Set {option} to at least {every_s:g}"
+                + ("." if times.poll_interval_s else ", or --poll-interval if these times are wrong."),
+            )
+
+
+def _policy(polls: Sequence[Poll], times: Times) -> HangPolicy:
     gaps_s = [after.elapsed_s - before.elapsed_s for before, after in pairwise(polls)]
     gaps_s = [gap_s for gap_s in gaps_s if gap_s > 0]  # a file without a time of its own adds none
-    every_s = poll_interval_s or max(1.0, statistics.median(gaps_s or [1.0]))
-    if every_s > confirm_s:
-        raise SettingsError(
-            f"The reports are {every_s:g} s apart, longer than --confirm ({confirm_s:g} s): "
-            "no freeze would be seen twice.",
-            f"Set --confirm to at least {every_s:g}, or --poll-interval if these times are wrong.",
-        )
+    every_s = times.poll_interval_s or max(1.0, statistics.median(gaps_s or [1.0]))
+    _check_interval(f"The reports are {every_s:g} s apart,", every_s, times)
     # One file that is no report is told at once: unlike in a shift, no next poll is going to say more.
     return HangPolicy(
         poll_interval_s=every_s,
-        suspect_after_s=min(60.0, confirm_s),
-        confirm_duration_s=confirm_s,
+        suspect_after_s=times.suspect_after_s or min(60.0, *times.confirm_times.values()),
+        confirm_duration_s=times.confirm_s,
+        confirm_unresponsive_s=times.confirm_unresponsive_s,
+        confirm_init_s=times.confirm_init_s,
         blind_after_polls=1,
         witnesses=False,
     )
@@ -169,7 +204,7 @@ def _step(window: Window, poll: Poll, policy: HangPolicy) -> tuple[Window, Outco
     if isinstance(read, RasReport):
         try:
             after, events = advance(window, Sighting(poll.at, read), policy)
-            return after, Outcome(poll, read, events, after)
+            return after, Outcome(poll, read, _as_said(events, poll), after)
         except RasError as error:  # a record that had to be looked into is not what NCCL documents
             read = error.what
     reason = f"{plain(poll.path.name)}: {read}"
@@ -177,7 +212,12 @@ def _step(window: Window, poll: Poll, policy: HangPolicy) -> tuple[Window, Outco
     if not events and after.blind is not None:  # the core tells only of the first one in a row
         blind_s = max(0.0, (poll.at - after.blind.since).total_seconds())
         events = (Event(at=poll.at, event="blind", stalled_s=blind_s, reason=reason),)
-    return after, Outcome(poll, None, events, after)
+    return after, Outcome(poll, None, _as_said(events, poll), after)
+
+
+def _as_said(events: Sequence[Event], poll: Poll) -> tuple[Event, ...]:
+    """With the time that the report itself says."""
+    return tuple(replaced(event, at=poll.said) for event in events)
 
 
 # ---- what is printed ------------------------------------------------------------------------------------
@@ -230,8 +270,21 @@ def _print_table(polls: Sequence[Poll], policy: HangPolicy) -> bool:
     )
     if state is not None and state.communicators and state.blind is None:
         console.print(f"In the last report: {summary(state)}")
+    console.print(f"Reports of {dates(polls[0].said, polls[-1].said)}.")
     console.print(end)
+    _print_clock(console, polls)
     return any(each.event.event == "confirmed" for each in told)
+
+
+def _print_clock(console: Console, polls: Sequence[Poll]) -> None:
+    """Say where the time of the reports is not to be trusted."""
+    set_back = [plain(after.path.name) for before, after in pairwise(polls) if after.said < before.said]
+    if set_back:
+        times = "once, at" if len(set_back) == 1 else f"{len(set_back)} times, first at"
+        console.print(
+            f"The time in the reports goes back {times} {set_back[0]}: an ordinary interval is taken to have "
+            "gone by there. If the times are wrong, set --poll-interval."
+        )
 
 
 def _print_events(console: Console, told: Sequence[Told], numbers: Mapping[str, int]) -> None:
@@ -239,15 +292,19 @@ def _print_events(console: Console, told: Sequence[Told], numbers: Mapping[str, 
     rows = told if len(told) <= _ROWS else [each for each in told if each.event.event != "still_suspected"]
     rows = rows[:_ROWS]
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for name in ("after", "event", "no.", "kind", "behind", "missing", "stalled"):
-        table.add_column(name, overflow="fold", justify="right" if name == "stalled" else "left")
+    for name in ("after", "time", "event", "no.", "kind", "lagging", "missing", "stalled"):
+        table.add_column(name, no_wrap=True, justify="right" if name == "stalled" else "left")
     for each in rows:
         event = each.event
         number = str(numbers[event.communicator]) if event.communicator else ""
         stalled = f"{event.stalled_s:g} s" if event.stalled_s else ""
-        behind, missing = few(event.lagging), few(event.missing)
-        table.add_row(clock(each.elapsed_s), event.event, number, event.kind or "", behind, missing, stalled)
-    console.print(table)
+        lagging, missing = few(event.lagging), few(event.missing)
+        table.add_row(
+            *(clock(each.elapsed_s), f"{event.at:%H:%M:%S}", event.event, number, event.kind or ""),
+            *(lagging, missing, stalled),
+        )
+    # A narrow terminal breaks a line; a narrow table would break the words of each.
+    Console(width=max(console.width, _TABLE_WIDTH), markup=False, highlight=False, emoji=False).print(table)
     for text in reasons(rows, numbers):
         console.print(plain(text))
     if len(rows) < len(told):

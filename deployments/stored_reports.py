@@ -2,8 +2,10 @@
 
 import os
 import re
+import statistics
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
+from itertools import pairwise
 from pathlib import Path
 
 from msgspec import Struct
@@ -27,9 +29,17 @@ class Filed(Struct, frozen=True):
 
 
 class Poll(Struct, frozen=True):
-    """A file with its time. `elapsed_s` counts from the first one and never goes back."""
+    """A file with its time.
+
+    Args:
+        said: The time in the report; one without has that of the report before it.
+        at: The same by a clock that never goes back: where the one of the job was set back, an ordinary
+            interval is taken to have gone by.
+        elapsed_s: Since the first one.
+    """
 
     path: Path
+    said: datetime
     at: datetime
     elapsed_s: float
 
@@ -133,11 +143,16 @@ def timed(files: Sequence[Filed], poll_interval_s: float | None, folder: Path) -
             f"No report in {plain(folder)} has a time in its field `timestamp`.",
             "Set --poll-interval to the seconds between two of them.",
         )
+    usual_s = statistics.median([gap_s for gap_s in _gaps_s(moments) if gap_s > 0] or [1.0])
     elapsed_s, polls = 0.0, []
-    for i, (file, moment) in enumerate(zip(files, moments, strict=True)):
-        elapsed_s += max(0.0, (moment - moments[i - 1]).total_seconds()) if i else 0.0
-        polls.append(Poll(file.path, moment, elapsed_s))
+    for file, moment, gap_s in zip(files, moments, [0.0, *_gaps_s(moments)], strict=True):
+        elapsed_s += gap_s if gap_s >= 0 else usual_s
+        polls.append(Poll(file.path, moment, moments[0] + timedelta(seconds=elapsed_s), elapsed_s))
     return polls
+
+
+def _gaps_s(moments: Sequence[datetime]) -> list[float]:
+    return [(after - before).total_seconds() for before, after in pairwise(moments)]
 
 
 def plain(text: object) -> str:

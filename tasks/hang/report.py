@@ -8,9 +8,10 @@ communicator was made, not completions; the rank is the rank in that communicato
 """
 
 from functools import cached_property, lru_cache
+from typing import Annotated
 
 import msgspec
-from msgspec import Raw, Struct
+from msgspec import Meta, Raw, Struct
 from xxhash import xxh3_128_hexdigest
 
 from tasks.hang import communicator, layout
@@ -142,6 +143,18 @@ class _Ras(Struct):
     timeouts_count: int = 0
 
 
+class _Any(Struct, gc=False):
+    """Some object: nothing of it is kept."""
+
+
+class _Outline(Struct):
+    """Told before a document is taken apart: what is no list of objects, or one of very many, takes 20 times
+    its size.
+    """
+
+    communicators: Annotated[list[_Any], Meta(max_length=1 << 18)]
+
+
 class _Document(Struct):
     communicators: list[Raw]
     nccl_version: str = "unknown"
@@ -150,6 +163,7 @@ class _Document(Struct):
     ras: _Ras | None = None
 
 
+_OUTLINE = msgspec.json.Decoder(_Outline)
 _DOCUMENT = msgspec.json.Decoder(_Document)
 _HEAD = msgspec.json.Decoder(_Head)
 _FULL_HEAD = msgspec.json.Decoder(_FullHead)
@@ -249,12 +263,14 @@ def _decoded(raw: bytes) -> tuple[_Document, list[Record], bool]:
 
 def _document(raw: bytes) -> tuple[_Document, bool]:
     try:
+        _OUTLINE.decode(raw)
         return _DOCUMENT.decode(raw), False
     except UNREADABLE as strict:
         mended = communicator.mend(raw)
         if mended is None:
             raise _refusal(raw, strict) from strict
     try:
+        _OUTLINE.decode(mended)
         return _DOCUMENT.decode(mended), True
     except UNREADABLE as error:
         raise _refusal(mended, error) from error

@@ -10,6 +10,7 @@ of many ranks gets two lines, those behind and the others.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from datetime import datetime
 from itertools import pairwise
 from typing import Literal
 
@@ -128,6 +129,12 @@ def clock(seconds: float) -> str:
     return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
 
 
+def dates(first: datetime, last: datetime) -> str:
+    """`2026-12-01 03:00:00 to 03:14:30`."""
+    known = f"{first:%Y-%m-%d} " if first.date() == last.date() else ""
+    return f"{first:%Y-%m-%d %H:%M:%S} to {f'{last:%Y-%m-%d %H:%M:%S}'.removeprefix(known)}"
+
+
 def _last(totals: Totals) -> int | None:
     return next((total for total in reversed(totals) if total is not None), None)
 
@@ -153,7 +160,7 @@ def _note(totals: Totals, times_s: Sequence[float], last_poll: int, most: int) -
     elif moved < seen[-1]:
         parts.append(f"stopped at {clock(times_s[moved])}")
     behind = most - (totals[seen[-1]] or 0)
-    if behind:
+    if behind and seen[-1] == last_poll:  # of one that is missing nobody knows what it launched since
         parts.append(f"{behind} behind")
     return ", ".join(parts)
 

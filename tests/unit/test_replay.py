@@ -6,11 +6,12 @@ import re
 import shutil
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import pytest
 
-from deployments.replay import replay
+from deployments.replay import Times, replay
 from tasks.hang.errors import SettingsError
 from tests.reports import communicator as group
 from tests.reports import missing, rank, report, world
@@ -42,8 +43,9 @@ def stamped(seconds, *communicators):
 def told(capsys):
     """Replay a folder; returns (exit code, events as --json prints them)."""
 
-    def run(folder, *, poll_interval=None, confirm=60.0):
-        code = replay(folder, poll_interval_s=poll_interval, confirm_s=confirm, as_json=True)
+    def run(folder, *, poll_interval=None, confirm=60.0, **more):
+        times = Times(poll_interval_s=poll_interval, confirm_s=confirm, **more)
+        code = replay(folder, times, as_json=True)
         lines = capsys.readouterr().out.splitlines()
         events = [json.loads(line) for line in lines]
         for line in lines:
@@ -58,8 +60,9 @@ def shown(capsys, monkeypatch):
     """Replay a folder; returns (exit code, what a person sees at 80 columns)."""
     monkeypatch.setenv("COLUMNS", "80")
 
-    def run(folder, *, poll_interval=None, confirm=60.0):
-        code = replay(folder, poll_interval_s=poll_interval, confirm_s=confirm, as_json=False)
+    def run(folder, *, poll_interval=None, confirm=60.0, **more):
+        times = Times(poll_interval_s=poll_interval, confirm_s=confirm, **more)
+        code = replay(folder, times, as_json=False)
         return code, capsys.readouterr().out
 
     return run
@@ -258,7 +261,51 @@ def test_a_clock_that_steps_back_confirms_nothing_early(told, shown, tmp_path):
     stamps = [1000, 1010, 0, 10, 20]
     write(tmp_path, *[stamped(seconds, STUCK) for seconds in stamps])
     assert told(tmp_path) == (0, [])
-    assert "in 5 reports of 0:00:30" in shown(tmp_path)[1]
+    _, text = shown(tmp_path)
+    assert "in 5 reports of 0:00:40" in text
+    assert "goes back once, at poll02.json" in " ".join(text.split())
+
+
+def test_a_clock_that_is_set_back_an_hour_hides_no_hang(told, tmp_path):
+    hour = 3600
+    moments = [*range(hour - 200, hour, 10), *range(0, 200, 10)]
+    write(tmp_path, *[stamped(seconds, STUCK) for seconds in moments])
+    code, events = told(tmp_path, confirm=300)
+    assert (code, events[-1]["event"], events[-1]["stalled_s"]) == (3, "confirmed", 300)
+    assert events[-1]["at"] == "2026-12-01T03:01:40Z"  # as the report says it
+
+
+def test_times_of_other_kinds_can_be_tried(told, shown, tmp_path):
+    stopped = group([rank(0, 5), rank(1, 5)], [missing(2)])
+    write(tmp_path, *[[stopped]] * 9)
+    assert told(tmp_path, confirm=200)[0] == 0
+    code, events = told(tmp_path, confirm=200, confirm_unresponsive_s=50, suspect_after_s=30)
+    assert code == 3
+    assert [(event["event"], event["stalled_s"]) for event in events] == [
+        ("suspected", 30),
+        ("confirmed", 50),
+    ]
+    with pytest.raises(SettingsError, match=r"longer than --confirm-init \(5 s\).*Set --confirm-init"):
+        told(tmp_path, confirm_init_s=5)
+    with pytest.raises(SettingsError, match="--suspect-after is nan"):
+        told(tmp_path, suspect_after_s=float("nan"))
+
+
+def test_a_rank_that_is_missing_at_the_end_is_not_said_to_be_behind(shown, tmp_path):
+    gone = group([rank(0, 900), rank(1, 900)], [missing(2)])
+    write(tmp_path, [world(5, 5, 5)], [world(9, 9, 9)], *[[gone]] * 9)
+    _, text = shown(tmp_path, confirm=60)
+    assert "9  last seen at 0:00:10\n" in text
+    assert "behind" not in text
+
+
+def test_a_narrow_terminal_breaks_no_word_of_the_table(shown, monkeypatch):
+    _, wide = shown(HANG, poll_interval=1, confirm=5)
+    monkeypatch.setenv("COLUMNS", "50")
+    _, narrow = shown(HANG, poll_interval=1, confirm=5)
+    rows = [line for line in wide.splitlines() if re.match(r" ?0:00:\d\d +\d\d:", line)]
+    assert len(rows) > 3
+    assert set(rows) <= set(narrow.splitlines())
 
 
 def test_reports_without_a_time_need_an_interval(told, tmp_path):
@@ -283,7 +330,7 @@ def test_the_table_the_plot_and_the_closing_words(shown):
     assert code == 3
     lines = [line.rstrip() for line in text.splitlines()]
     assert max(map(len, lines)) <= 80
-    assert any(re.match(r" ?0:00:12 +confirmed +1 +mismatch +1 +5 s", line) for line in lines)
+    assert any(re.match(r" ?0:00:12 +04:14:41 +confirmed +1 +mismatch +1 +5 s", line) for line in lines)
     assert "no. 1: 0x5c097672011d4161/0x225a4c2bf8927cf:0xbc52c6fabd577ab3, 4 ranks" in lines
     assert "rank 0  ▁▂▃▄▅▆▇█────────  237  stopped at 0:00:07" in lines
     assert "rank 1  ▁▂▃▄▅▆▇─────────  236  stopped at 0:00:06, 1 behind" in lines
@@ -332,7 +379,10 @@ def test_what_could_not_be_read_is_counted(shown, tmp_path):
 def test_a_folder_of_reports_without_any_communicator_is_no_error(shown, tmp_path):
     code, text = shown(write(tmp_path, *[[]] * 8))
     assert code == 0
-    assert text == "Nothing was confirmed in 8 reports of 0:01:10, confirm time 60 s.\n"
+    assert text == (
+        "Reports of 2026-12-01 03:00:00 to 03:01:10.\n"
+        "Nothing was confirmed in 8 reports of 0:01:10, confirm time 60 s.\n"
+    )
 
 
 # ---- what is refused ------------------------------------------------------------------------------------
@@ -420,3 +470,17 @@ def test_the_command_refuses_in_a_sentence(tmp_path, arguments, named):
     assert (ran.returncode, out) == (2, "")
     assert named in err
     assert "Traceback" not in err
+
+
+def test_what_is_no_report_is_refused_without_taking_many_times_its_size(told, tmp_path):
+    write(tmp_path, [STUCK])
+    (tmp_path / "zeros.json").write_bytes(b'{"communicators": [' + b"0," * 2_000_000 + b"0]}")
+    (tmp_path / "many.json").write_bytes(b'{"communicators": [' + b'{"hash": "0x1"},' * 400_000 + b"{}]}")
+    tracemalloc.start()
+    try:
+        _, events = told(tmp_path)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert [event["event"] for event in events if event["event"] != "recovered"] == ["blind", "blind"]
+    assert peak < 4 * (tmp_path / "many.json").stat().st_size
