@@ -14,8 +14,9 @@ import msgspec
 from msgspec import Meta, Raw, Struct
 from xxhash import xxh3_128_hexdigest
 
-from tasks.hang import communicator, layout
-from tasks.hang.communicator import MISSING_COMMA, UNREADABLE, Communicator, MissingRank, RankState, Status
+from tasks.hang import decoding, layout
+from tasks.hang.communicator import Communicator, MissingRank, RankState, Status
+from tasks.hang.decoding import MISSING_COMMA, UNREADABLE
 from tasks.hang.errors import RasMalformed, RasTruncated
 
 __all__ = ["Communicator", "MissingRank", "RankState", "RasReport", "Record", "Status", "parse_report"]
@@ -31,7 +32,7 @@ class _Source:
     def __init__(self, raw: bytes | Raw, ranks_count: int) -> None:
         self.raw = raw
         self.ranks_count = ranks_count
-        self.said: communicator.Pool = {}
+        self.said: decoding.Pool = {}
 
     @cached_property
     def runs(self) -> bool:
@@ -88,7 +89,7 @@ class Record(Struct, frozen=True, gc=False):
             RasMalformed: it is no JSON, a rank has no number, or a value is of another type than NCCL's.
         """
         try:
-            return communicator.read(
+            return decoding.read(
                 self.key, self.size, self.source.raw, self.start, self.end, pool=self.source.said
             )
         except UNREADABLE as error:
@@ -266,7 +267,7 @@ def _document(raw: bytes) -> tuple[_Document, bool]:
         _OUTLINE.decode(raw)
         return _DOCUMENT.decode(raw), False
     except UNREADABLE as strict:
-        mended = communicator.mend(raw)
+        mended = decoding.mend(raw)
         if mended is None:
             raise _refusal(raw, strict) from strict
     try:

@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tasks.adapters.ras_ring import RasRing
-from tasks.hang.communicator import known
+from tasks.hang.decoding import known
 from tasks.hang.policy import HangPolicy
 from tasks.hang.report import parse_report
 from tasks.hang.states import Sighting

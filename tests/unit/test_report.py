@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.hang import communicator as communicators
+from tasks.hang import decoding
 from tasks.hang.counts import minority, sides, skewed
 from tasks.hang.errors import RasError, RasMalformed, RasTruncated
 from tasks.hang.report import parse_report
@@ -260,9 +260,9 @@ def test_who_the_ranks_are_is_read_anew_when_it_changes():
 
 
 def test_what_is_kept_of_processes_has_a_bound(monkeypatch):
-    monkeypatch.setattr(communicators, "known", communicators.Known(most_ranks=5))
+    monkeypatch.setattr(decoding, "known", decoding.Known(most_ranks=5))
     for pid in range(40):
         (found,) = decoded(report(communicator([rank(0, 5, pid=pid), rank(1, 4, pid=pid)])))
         assert [process[1] for process in found.processes.values()] == [pid, pid]
-        assert len(communicators.known.members) <= 2
-        assert len(communicators.known.processes) <= 5
+        assert len(decoding.known.members) <= 2
+        assert len(decoding.known.processes) <= 5
